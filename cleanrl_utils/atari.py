@@ -1,0 +1,258 @@
+"""One Atari game as an agent sees it, a vector of them, and a video recorder.
+
+`AtariGame` does what baselines' and gymnasium's stacks of wrappers do (Mnih et al. 2015; Machado et al. 2018,
+https://arxiv.org/abs/1709.06009), but calls the emulator directly: it reads only the two frames that it needs, in
+gray, into one buffer. Its pixels equal gymnasium's `AtariPreprocessing` + `FrameStackObservation` bit for bit.
+"""
+
+import difflib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ale_py
+import cv2
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+from cleanrl_utils.config import require
+from cleanrl_utils.process import die_with_parent
+
+gym.register_envs(ale_py)
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
+cv2.setNumThreads(1)  # its thread pool costs more than it gives on frames this small, and the processes share the cores
+
+NOOP = 0
+FIRE_SEQUENCE = (1, 2)  # baselines' FireResetEnv: FIRE, then the second action, with which some games start
+
+
+class AtariGame(gym.Wrapper):
+    """Preprocessed Atari with observations uint8 (frame_stack, screen_size, screen_size), channel first.
+
+    In the order of work, from the emulator out: `noop_max` (1..noop_max no-op frames after a new game; 0: none),
+    `frame_skip` with a max over its last two frames, gray, area resize to `screen_size`, `episodic_life` (a lost life
+    ends the episode, not the game), `fire_reset` (press FIRE where the game has it), `clip_reward` (the sign of the
+    skip's summed reward), `frame_stack` (after a reset all frames are the reset frame).
+
+    A life lost inside the skip does not cut it. A game that ends inside the skip does, and its last frame is the
+    observation. After `max_episode_frames` emulator frames the game is truncated.
+
+    `reset()` after a lost life goes on with the game; every other reset, and any with a seed or options, starts a new
+    one. The first reset uses `seed` unless it is given another.
+
+    A finished game is reported once, wherever it ended (also inside the no-ops or the fire of a reset): the next
+    reset's info has `games`, a list of (episodic_return, episodic_length), the raw score over all lives and the
+    agent's steps. A game cut off by an explicit new one is not finished.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        seed: int | None = None,
+        *,
+        noop_max: int = 30,
+        frame_skip: int = 4,
+        screen_size: int = 84,
+        episodic_life: bool = True,
+        fire_reset: bool = True,
+        clip_reward: bool = True,
+        frame_stack: int = 4,
+        max_episode_frames: int = 108_000,
+        recorder: "VideoRecorder | None" = None,
+    ):
+        # frameskip=1: the ALE/*-v5 ids skip 4 frames by themselves. Their sticky actions stay as they are.
+        raw = gym.make(
+            env_id,
+            frameskip=1,
+            max_num_frames_per_episode=max_episode_frames,
+            disable_env_checker=True,
+            render_mode="rgb_array",
+        )
+        super().__init__(raw.unwrapped)  # the emulator keeps the time limit: gymnasium's wrappers have nothing to add
+        self.noop_max, self.frame_skip, self.screen_size = noop_max, frame_skip, screen_size
+        self.episodic_life, self.clip_reward, self.recorder = episodic_life, clip_reward, recorder
+        self._actions = self.env._action_set
+        self.fire_reset = fire_reset and ale_py.Action.FIRE in self._actions[1:2]
+        self.observation_space = gym.spaces.Box(0, 255, (frame_stack, screen_size, screen_size), np.uint8)
+        self._pending_seed = seed
+        self._frames = np.empty((2, *self.env.ale.getScreenDims()), np.uint8)  # the last two of the skip
+        self._stack = np.zeros(self.observation_space.shape, np.uint8)
+        self._lives = 0
+        self._life_lost = False  # the last step ended an episode, but not the game
+        self._games: list[tuple[float, int]] = []  # finished, not yet reported
+        self._return, self._length = 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        full = seed is not None or bool(options)
+        seed, self._pending_seed = (self._pending_seed if seed is None else seed), None
+        if full or not self._life_lost:
+            self._new_game(seed)
+        else:
+            self._act(NOOP)  # as in baselines' EpisodicLifeEnv: one skip to leave the frame of the lost life
+        if self.fire_reset:
+            for action in FIRE_SEQUENCE:
+                self._act(action)
+        self._life_lost = False
+        self._lives = self.env.ale.lives()
+        self._stack[:] = self._screen()
+        info: dict[str, Any] = {}
+        if self._games:
+            info["games"], self._games = self._games, []
+        return self._stack.copy(), info
+
+    def step(self, action: int):
+        reward, terminated, truncated = self._skip(action)
+        self._length += 1
+        lives = self.env.ale.lives()
+        if terminated or truncated:
+            self._finish_game()
+        elif self.episodic_life and lives < self._lives:
+            terminated = self._life_lost = True
+        self._lives = lives
+        self._stack[:-1] = self._stack[1:]
+        self._stack[-1] = self._screen()
+        if self.recorder:
+            self.recorder.frame(self.env.ale.getScreenRGB())
+        return self._stack.copy(), float(np.sign(reward)) if self.clip_reward else reward, terminated, truncated, {}
+
+    def _skip(self, action: int) -> tuple[float, bool, bool]:
+        """Repeat an action; afterwards `_frames[0]` is the max over the skip's last two frames."""
+        ale, reward, read = self.env.ale, 0.0, 0
+        for t in range(self.frame_skip):
+            reward += ale.act(self._actions[action])
+            over = ale.game_over()  # terminated or truncated
+            if over or t >= self.frame_skip - 2:
+                ale.getScreenGrayscale(self._frames[read])
+                read += 1
+            if over:
+                break
+        if read == 2:
+            np.maximum(self._frames[0], self._frames[1], out=self._frames[0])
+        self._return += reward
+        return reward, ale.game_over(with_truncation=False), ale.game_truncated()
+
+    def _act(self, action: int) -> None:
+        """A skip inside a reset. If the game ends in it, it counts as finished, and the next one begins."""
+        _, terminated, truncated = self._skip(action)
+        if terminated or truncated:
+            self._finish_game()
+            self._new_game()
+
+    def _new_game(self, seed: int | None = None) -> None:
+        if seed is None:
+            self.env.ale.reset_game()
+        else:
+            self.env.reset(seed=seed)
+            self.action_space.seed(seed)
+        self._begin_count()
+        for _ in range(self.env.np_random.integers(1, self.noop_max + 1) if self.noop_max > 0 else 0):
+            self._return += self.env.ale.act(self._actions[NOOP])
+            if self.env.ale.game_over():
+                self._finish_game()
+                self.env.ale.reset_game()
+                self._begin_count()
+        self.env.ale.getScreenGrayscale(self._frames[0])
+
+    def _begin_count(self) -> None:
+        self._return, self._length = 0.0, 0
+        if self.recorder:
+            self.recorder.new_game()
+            self.recorder.frame(self.env.ale.getScreenRGB())
+
+    def _finish_game(self) -> None:
+        self._games.append((self._return, self._length))
+
+    def _screen(self) -> np.ndarray:
+        return cv2.resize(self._frames[0], (self.screen_size, self.screen_size), interpolation=cv2.INTER_AREA)
+
+    def close(self) -> None:
+        if self.recorder:
+            self.recorder.close()
+        super().close()
+
+
+class VideoRecorder:
+    """H.264 files `folder/rl-video-episode-N.mp4` of games 0, 1, 8, 27, ..., 729, then every 1000th.
+
+    Frames go straight to the encoder, so memory does not grow. A file is cut into fragments, so that it plays
+    even if the process was killed. `max_frames` caps its length.
+    """
+
+    FPS = 15  # the emulator's 60 frames a second, 4 to an agent step
+
+    def __init__(self, folder: str, max_frames: int = 10 * 60 * FPS):
+        self.folder, self.max_frames = folder, max_frames
+        self.game = -1
+        self._frames = 0
+        self._writer: Any = None
+
+    def new_game(self) -> None:
+        self.close()
+        self.game += 1
+        self._frames = 0
+
+    def wanted(self) -> bool:
+        return round(self.game ** (1 / 3)) ** 3 == self.game if self.game < 1000 else self.game % 1000 == 0
+
+    def frame(self, rgb: np.ndarray) -> None:
+        """Add one RGB frame, uint8 (height, width, 3), to the current game's file if it gets one."""
+        if self._frames >= self.max_frames or not self.wanted():
+            return
+        if self._writer is None:
+            import imageio_ffmpeg
+
+            os.makedirs(self.folder, exist_ok=True)
+            self._writer = imageio_ffmpeg.write_frames(
+                f"{self.folder}/rl-video-episode-{self.game}.mp4",
+                (rgb.shape[1], rgb.shape[0]),
+                fps=self.FPS,
+                macro_block_size=2,  # keeps 160x210 as it is
+                output_params=["-movflags", "+frag_keyframe+empty_moov"],
+                ffmpeg_log_level="error",
+            )
+            self._writer.send(None)
+        self._writer.send(np.ascontiguousarray(rgb))
+        self._frames += 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def check_game(env_id: str) -> None:
+    """Usage error unless `env_id` is a registered Atari game; names the nearest ones."""
+    games = [name for name, spec in gym.registry.items() if str(spec.entry_point).startswith("ale_py")]
+    nearest = difflib.get_close_matches(env_id, games, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ", such as BreakoutNoFrameskip-v4"
+    require(env_id in games, "--env-id", env_id, f"must be an Atari game of ale-py{hint}")
+
+
+def make_vector(thunks: Sequence[Callable[[], gym.Env]], kind: str) -> SyncVectorEnv | AsyncVectorEnv:
+    """`kind` sync: step the environments in this process, one after the other; async: one worker process each.
+
+    SAME_STEP resets a finished environment within the step that ended it, so each stored step has an action
+    that mattered. Gymnasium's default would insert a step whose action is ignored.
+    """
+    if kind == "sync":
+        return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    workers = [_Worker(thunk) for thunk in thunks]
+    # fork: a worker needs nothing but the emulator, and starts in milliseconds
+    return AsyncVectorEnv(workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+class _Worker:
+    """Builds an environment in a worker process that leaves Ctrl-C to its parent and does not outlive it."""
+
+    def __init__(self, thunk: Callable[[], gym.Env]):
+        self.thunk = thunk
+
+    def __call__(self) -> gym.Env:
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            die_with_parent()
+        return self.thunk()
+

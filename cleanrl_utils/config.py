@@ -1,0 +1,123 @@
+"""The command line: the flags every script shares, number ranges, and errors of one line with exit code 2."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import math
+import os
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Range:
+    """A rule for a number: it is finite and `test` holds. `says` completes "must be ..."."""
+
+    says: str
+    test: Callable[[float], bool]
+
+
+_positive = Range("above 0", lambda x: x > 0)
+_non_negative = Range("0 or above", lambda x: x >= 0)
+PositiveInt = Annotated[int, _positive]
+NonNegativeInt = Annotated[int, _non_negative]
+PositiveFloat = Annotated[float, _positive]
+NonNegativeFloat = Annotated[float, _non_negative]
+UnitFloat = Annotated[float, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """Flags that every script shares and nobody tweaks. A script's `Args` adds its algorithm."""
+
+    exp_name: str | None = None
+    """name of the experiment; the script's file name if not set"""
+    run_name: str | None = None
+    """name of the run, and of its folder in runs/ and videos/; {env_id}__{exp_name}__{seed}__{time} if not set"""
+    seed: NonNegativeInt = 1
+    """seed of the experiment: weights, noise, shuffles and every environment's seed follow from it"""
+    torch_deterministic: bool = True
+    """let cuDNN use deterministic algorithms only; --no-torch-deterministic lets it pick the fastest"""
+    cuda: bool = True
+    """use the GPU where there is one; --no-cuda stays on the CPU"""
+    num_threads: PositiveInt | None = None
+    """CPU threads of each process; its share of the machine's cores if not set (torchrun's OMP_NUM_THREADS=1
+    counts as not set)"""
+    track: bool = False
+    """send the metrics to Weights & Biases too (WANDB_MODE=offline writes them to wandb/)"""
+    wandb_project_name: str = "cleanRL"
+    """Weights & Biases project"""
+    wandb_entity: str | None = None
+    """Weights & Biases entity (team)"""
+    capture_video: bool = False
+    """record games 0, 1, 8, 27, ... of environment 0 to videos/ (needs the `video` extra)"""
+
+
+class UsageError(Exception):
+    """Something the user can put right on the command line. `run` prints it as one line and exits with 2."""
+
+
+def require(holds: bool, flag: str, value: object, rule: str) -> None:
+    """Usage error naming the flag, the value and the rule, unless the rule holds."""
+    if not holds:
+        raise UsageError(f"{flag} {value}: {rule}")
+
+
+def parse(args_class: type, argv: list[str]) -> Any:
+    """`argv` as an instance of the dataclass; a usage error where tyro or a field's `Range` refuses it."""
+    _refuse_flag_values(args_class, argv)
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            args = tyro.cli(args_class, args=argv)
+    except SystemExit as leave:
+        if leave.code == 0:  # --help
+            raise
+        raise UsageError(_one_line(captured.getvalue())) from None
+    for name, hint in typing.get_type_hints(args_class, include_extras=True).items():
+        value = getattr(args, name)
+        for rule in _ranges(hint):
+            if value is not None:
+                flag = "--" + name.replace("_", "-")
+                require(math.isfinite(value) and rule.test(value), flag, value, f"must be {rule.says}")
+    return args
+
+
+def _ranges(hint: Any) -> list[Range]:
+    """The ranges in a field's annotation, also inside `... | None`."""
+    own = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
+    return own + [rule for part in typing.get_args(hint) for rule in _ranges(part) if part is not hint]
+
+
+def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
+    """`--track True` was right in older scripts: say what is right now."""
+    booleans = {"--" + f.name.replace("_", "-"): f.type for f in dataclasses.fields(args_class) if f.type is bool}
+    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+        flag, _, value = word.replace("_", "-").partition("=")
+        value = value or following
+        if flag in booleans and not value.startswith("-"):
+            raise UsageError(f"{flag} {value}: takes no value; write {flag} or --no-{flag[2:]}")
+
+
+def _one_line(box: str) -> str:
+    """tyro's boxed message without its frame and its help text."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines() if line.startswith("│")]
+    message = " ".join(line for line in lines if not line.startswith(("───", "For full helptext")))
+    return " ".join(message.partition("Argument helptext:")[0].split()) + " (see --help)"
+
+
+def check_run_args(args: RunArgs) -> None:
+    """What the shared flags need, before anything is made."""
+    if args.run_name is not None:
+        plain = args.run_name and not os.path.isabs(args.run_name) and ".." not in args.run_name.split("/")
+        require(bool(plain), "--run-name", repr(args.run_name), "must be a name for a folder inside runs/")
+        exists = os.path.exists(f"runs/{args.run_name}")
+        require(not exists, "--run-name", args.run_name, f"runs/{args.run_name} exists; choose another name")
+    if args.capture_video:
+        found = importlib.util.find_spec("imageio_ffmpeg") is not None
+        require(found, "--capture-video", "", "needs imageio-ffmpeg: pip install 'cleanrl-distributed[video]'")
