@@ -1,9 +1,11 @@
-"""Proximal Policy Optimization (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) for Atari, in one process.
+"""Proximal Policy Optimization (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) for Atari.
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4
 
-`ppo_atari_multigpu.py` is this file plus lines marked [ddp] that make it run on many processes. The style, flags,
-defaults and metric names are those of CleanRL (https://github.com/vwxyzjn/cleanrl, MIT). Deliberate deviations:
+`ppo_atari_multigpu.py` is this file plus lines marked [ddp], which make it run on many processes.
+
+The style, flags, defaults and metric names are those of CleanRL (https://github.com/vwxyzjn/cleanrl, MIT).
+Deliberate deviations:
 
 - Same-step autoreset. Gymnasium's default inserts a step whose action is ignored; it would be trained on.
 - A time limit is not a death: the reward of a truncated step gets gamma * V(final observation).
@@ -21,7 +23,6 @@ defaults and metric names are those of CleanRL (https://github.com/vwxyzjn/clean
 - episodic_return and episodic_length are of whole games, with raw rewards; the length is in agent steps.
 """
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -33,11 +34,10 @@ import torch.optim as optim
 import tyro
 from torch.utils.checkpoint import checkpoint
 
-from cleanrl_utils import process
+from cleanrl_utils import process, seeding
 from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, make_vector
-from cleanrl_utils.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, RunArgs, UnitFloat, require
-from cleanrl_utils.logger import Logger, Stopwatch, check_wandb_login
-from cleanrl_utils.seeding import env_seeds, seed_everything
+from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
+from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
 
 # ======================================================================================================================
 # Config
@@ -49,47 +49,47 @@ steps_or_batch = tyro.conf.create_mutex_group(required=False)
 class Args(RunArgs):
     env_id: str = "BreakoutNoFrameskip-v4"
     """the game; ALE/*-v5 ids work too, with their own sticky actions"""
-    total_timesteps: PositiveInt = 10_000_000
+    total_timesteps: Positive[int] = 10_000_000
     """environment steps of the whole run, a step being one action of one environment (4 emulator frames)"""
-    num_envs: Annotated[PositiveInt, tyro.conf.arg(aliases=["--local-num-envs"])] = 8
+    num_envs: Annotated[Positive[int], tyro.conf.arg(aliases=["--local-num-envs"])] = 8
     """environments that each process steps"""
-    num_steps: Annotated[PositiveInt, steps_or_batch] = 128
+    num_steps: Annotated[Positive[int], steps_or_batch] = 128
     """steps of each environment per iteration"""
-    batch_size: Annotated[PositiveInt | None, steps_or_batch] = None
+    batch_size: Annotated[Positive[int] | None, steps_or_batch] = None
     """instead of --num-steps: transitions that each process collects per iteration"""
     vector_env: Literal["sync", "async"] = "sync"
     """sync: step the environments one after the other; async: each in a worker process of its own"""
-    learning_rate: PositiveFloat = 2.5e-4
+    learning_rate: Positive[float] = 2.5e-4
     """Adam's step size at the start"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to 0 over the run; --no-anneal-lr keeps it constant"""
-    lr_warmup_iterations: NonNegativeInt = 0
+    lr_warmup_iterations: NonNegative[int] = 0
     """iterations over which the learning rate first rises linearly to its value; 0: none"""
-    gamma: UnitFloat = 0.99
+    gamma: Fraction[float] = 0.99
     """discount factor"""
-    gae_lambda: UnitFloat = 0.95
+    gae_lambda: Fraction[float] = 0.95
     """lambda of generalized advantage estimation: 0 trusts the values, 1 the rewards"""
-    num_minibatches: PositiveInt = 4
+    num_minibatches: Positive[int] = 4
     """optimizer steps per epoch; divides the steps of each environment"""
-    update_epochs: PositiveInt = 4
+    update_epochs: Positive[int] = 4
     """passes over the data of an iteration"""
-    grad_accumulation_steps: PositiveInt = 1
+    grad_accumulation_steps: Positive[int] = 1
     """parts in which each process computes its minibatch: the same gradient with less memory"""
     activation_checkpointing: bool = False
     """recompute the network's activations in the backward pass: less memory, about a third more computation"""
     norm_adv: bool = True
     """normalize the advantages within each minibatch"""
-    clip_coef: NonNegativeFloat = 0.1
+    clip_coef: NonNegative[float] = 0.1
     """clipping range of the probability ratio, and of the value's change"""
     clip_vloss: bool = True
     """clip the value loss as baselines does"""
-    ent_coef: NonNegativeFloat = 0.01
+    ent_coef: NonNegative[float] = 0.01
     """weight of the entropy bonus"""
-    vf_coef: NonNegativeFloat = 0.5
+    vf_coef: NonNegative[float] = 0.5
     """weight of the value loss"""
-    max_grad_norm: PositiveFloat = 0.5
+    max_grad_norm: Positive[float] = 0.5
     """the gradient is scaled down to this norm where it is longer"""
-    target_kl: PositiveFloat | None = None
+    target_kl: Positive[float] | None = None
     """end the iteration's epochs when its mean approx_kl exceeds this"""
 
 
@@ -110,7 +110,7 @@ def make_env(
     frame_stack=4,
     max_episode_frames=108_000,  # 30 minutes of play, then truncated
 ):
-    """A function that makes one environment; see `AtariGame` for the keywords, in the order in which they act."""
+    """A function that makes one environment. `AtariGame` explains the keywords; they act in this order."""
 
     def thunk():
         return AtariGame(
@@ -133,14 +133,14 @@ def make_env(
 # ======================================================================================================================
 # Agent
 # ======================================================================================================================
-def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
+def layer_init(layer, std=2**0.5, bias_const=0.0):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
     return layer
 
 
 class Agent(nn.Module):
-    """Policy and value function on one convolutional network (Mnih et al. 2015). Observations x: uint8 (N, 4, 84, 84)."""
+    """Policy and value on one convolutional network (Mnih et al. 2015). Observations x: uint8 (N, 4, 84, 84)."""
 
     def __init__(self, envs, activation_checkpointing=False):
         super().__init__()
@@ -218,35 +218,35 @@ def learning_rate(args, iteration, num_iterations):
     return args.learning_rate * warmup * anneal
 
 
-def main(args: Args, on_exit: ExitStack) -> None:
+def main(args, on_exit):
+    """Train. `process.run` closes what is registered on `on_exit`, however the run ends."""
     # ==================================================================================================================
     # Setup
     # ==================================================================================================================
     num_envs = args.num_envs
     if args.batch_size is not None:
-        require(args.batch_size % num_envs == 0, "--batch-size", args.batch_size, f"must be a multiple of {num_envs} envs")
+        args.require("batch_size", args.batch_size % num_envs == 0, f"must be a multiple of the {num_envs} envs")
     num_steps = args.num_steps if args.batch_size is None else args.batch_size // num_envs
     batch_size = num_steps * num_envs  # transitions per iteration
     minibatch_size = batch_size // args.num_minibatches
+    smallest_part = minibatch_size
     num_iterations = args.total_timesteps // batch_size
-    rule = f"must divide the {num_steps} steps that each environment makes per iteration"
-    require(num_steps % args.num_minibatches == 0, "--num-minibatches", args.num_minibatches, rule)
-    require(minibatch_size > 1, "--num-minibatches", args.num_minibatches, "leaves one transition a minibatch; needs two")
-    rule = f"must be at most the {num_steps * num_envs // args.num_minibatches} transitions of a process's minibatch"
-    require(minibatch_size >= args.grad_accumulation_steps, "--grad-accumulation-steps", args.grad_accumulation_steps, rule)
-    rule = f"must be at least one iteration of {num_steps} steps * {batch_size // num_steps} envs = {batch_size}"
-    require(num_iterations > 0, "--total-timesteps", args.total_timesteps, rule)
-    check_game(args.env_id)
-    check_wandb_login(args.track)
+    args.require("num_minibatches", num_steps % args.num_minibatches == 0, f"must divide the {num_steps} steps per env")
+    args.require("num_minibatches", minibatch_size > 1, "leaves minibatches of 1 transition; 2 are the least")
+    fits = args.grad_accumulation_steps <= smallest_part
+    args.require("grad_accumulation_steps", fits, f"must be at most the {smallest_part} transitions it divides")
+    args.require("total_timesteps", num_iterations > 0, f"must be at least the {batch_size} of one iteration")
+    check_game(args)
+    check_wandb_login(args)
 
     device = process.pick_device(args.cuda)
-    generator = seed_everything(args.seed, args.torch_deterministic)
+    generator = seeding.seed_everything(args.seed, args.torch_deterministic)
 
-    logger = Logger(args, args.env_id, num_iterations * batch_size)
+    logger = open_logger(args, args.env_id, num_iterations * batch_size)
     on_exit.callback(logger.close)
     run_name = logger.run_name
-    seeds = env_seeds(args.seed, 0, num_envs)
-    thunks = [make_env(args.env_id, s, args.capture_video and e == 0, run_name) for e, s in enumerate(seeds)]
+    seeds = enumerate(seeding.env_seeds(args.seed, 0, num_envs))
+    thunks = [make_env(args.env_id, s, args.capture_video and e == 0, run_name) for e, s in seeds]
     envs = make_vector(thunks, args.vector_env)
     on_exit.callback(envs.close)
     num_actions = envs.single_action_space.n
@@ -260,7 +260,8 @@ def main(args: Args, on_exit: ExitStack) -> None:
     for p, g in zip(params, flat_grad.split([p.numel() for p in params]), strict=True):
         p.grad = g.as_strided(p.shape, p.stride())
 
-    obs = torch.zeros((num_steps, num_envs, 84, 84, 4), dtype=torch.uint8, device=device)  # channels last
+    c, h, w = envs.single_observation_space.shape
+    obs = torch.zeros((num_steps, num_envs, h, w, c), dtype=torch.uint8, device=device)  # channels last
     actions = torch.zeros((num_steps, num_envs), dtype=torch.long, device=device)
     logprobs = torch.zeros((num_steps, num_envs), device=device)
     rewards = torch.zeros((num_steps, num_envs), device=device)
@@ -280,7 +281,7 @@ def main(args: Args, on_exit: ExitStack) -> None:
         # Rollout
         # ==============================================================================================================
         noise = gumbel((num_steps, num_envs, num_actions), generator).to(device)
-        games = []  # finished in this iteration: (global_step, environment, episodic_return, episodic_length)
+        games = []  # finished in this iteration: (global_step, episodic_return, episodic_length)
         for step in range(num_steps):
             obs[step] = next_obs.movedim(1, -1)
             dones[step] = next_done  # 1 if obs[step] opens a new episode
@@ -301,7 +302,7 @@ def main(args: Args, on_exit: ExitStack) -> None:
                 with torch.no_grad():
                     rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0]
             for e in np.flatnonzero(infos.get("_games", False)):  # games that ended since the last step
-                games += [(global_step, int(e), *game) for game in infos["games"][e]]
+                games += [(global_step, *game) for game in infos["games"][e]]
             clock.lap("env")
 
         with torch.no_grad():
@@ -380,7 +381,7 @@ def main(args: Args, on_exit: ExitStack) -> None:
         totals = torch.cat([loss_sums.double() / updates, torch.stack(sums)])
         totals = totals.tolist()
         if not np.isfinite(totals).all():
-            raise SystemExit(f"error: iteration {iteration}: a loss is not finite: {totals[:6]}")
+            raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
 
         loss_names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
         metrics = {f"losses/{name}": total for name, total in zip(loss_names, totals[:6], strict=True)}
@@ -392,7 +393,7 @@ def main(args: Args, on_exit: ExitStack) -> None:
         logger.games(games)
         logger.metrics(metrics, global_step)
 
-    print(f"final: global_step={global_step} param_sum={param_sum:.10f}")
+    logger.final(global_step, param_sum)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from cleanrl_utils.config import require
 from cleanrl_utils.process import die_with_parent
 
 gym.register_envs(ale_py)
@@ -71,7 +70,8 @@ class AtariGame(gym.Wrapper):
             disable_env_checker=True,
             render_mode="rgb_array",
         )
-        super().__init__(raw.unwrapped)  # the emulator keeps the time limit: gymnasium's wrappers have nothing to add
+        super().__init__(raw.unwrapped)
+        self.env: ale_py.AtariEnv  # the emulator keeps the time limit: gymnasium's wrappers have nothing to add
         self.noop_max, self.frame_skip, self.screen_size = noop_max, frame_skip, screen_size
         self.episodic_life, self.clip_reward, self.recorder = episodic_life, clip_reward, recorder
         self._actions = self.env._action_set
@@ -223,12 +223,12 @@ class VideoRecorder:
             self._writer = None
 
 
-def check_game(env_id: str) -> None:
-    """Usage error unless `env_id` is a registered Atari game; names the nearest ones."""
+def check_game(args: Any) -> None:
+    """Usage error unless `args.env_id` is a registered Atari game; names the nearest ones."""
     games = [name for name, spec in gym.registry.items() if str(spec.entry_point).startswith("ale_py")]
-    nearest = difflib.get_close_matches(env_id, games, n=3, cutoff=0.5)
+    nearest = difflib.get_close_matches(args.env_id, games, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ", such as BreakoutNoFrameskip-v4"
-    require(env_id in games, "--env-id", env_id, f"must be an Atari game of ale-py{hint}")
+    args.require("env_id", args.env_id in games, f"must be an Atari game of ale-py{hint}")
 
 
 def make_vector(thunks: Sequence[Callable[[], gym.Env]], kind: str) -> SyncVectorEnv | AsyncVectorEnv:
@@ -255,4 +255,3 @@ class _Worker:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             die_with_parent()
         return self.thunk()
-

@@ -9,7 +9,7 @@ import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -22,13 +22,10 @@ class Range:
     test: Callable[[float], bool]
 
 
-_positive = Range("above 0", lambda x: x > 0)
-_non_negative = Range("0 or above", lambda x: x >= 0)
-PositiveInt = Annotated[int, _positive]
-NonNegativeInt = Annotated[int, _non_negative]
-PositiveFloat = Annotated[float, _positive]
-NonNegativeFloat = Annotated[float, _non_negative]
-UnitFloat = Annotated[float, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
+T = TypeVar("T")
+Positive = Annotated[T, Range("above 0", lambda x: x > 0)]
+NonNegative = Annotated[T, Range("0 or above", lambda x: x >= 0)]
+Fraction = Annotated[T, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,13 @@ class RunArgs:
     """name of the experiment; the script's file name if not set"""
     run_name: str | None = None
     """name of the run, and of its folder in runs/ and videos/; {env_id}__{exp_name}__{seed}__{time} if not set"""
-    seed: NonNegativeInt = 1
+    seed: NonNegative[int] = 1
     """seed of the experiment: weights, noise, shuffles and every environment's seed follow from it"""
     torch_deterministic: bool = True
     """let cuDNN use deterministic algorithms only; --no-torch-deterministic lets it pick the fastest"""
     cuda: bool = True
     """use the GPU where there is one; --no-cuda stays on the CPU"""
-    num_threads: PositiveInt | None = None
+    num_threads: Positive[int] | None = None
     """CPU threads of each process; its share of the machine's cores if not set (torchrun's OMP_NUM_THREADS=1
     counts as not set)"""
     track: bool = False
@@ -57,9 +54,22 @@ class RunArgs:
     capture_video: bool = False
     """record games 0, 1, 8, 27, ... of environment 0 to videos/ (needs the `video` extra)"""
 
+    def require(self, field: str, holds: bool, rule: str) -> None:
+        """Usage error naming the field's flag, its value and the rule, unless the rule holds."""
+        require(holds, flag_name(field), getattr(self, field), rule)
+
 
 class UsageError(Exception):
     """Something the user can put right on the command line. `run` prints it as one line and exits with 2."""
+
+
+class Fault(Exception):
+    """What no flag puts right. `run` prints it as one line and exits with 1. Raise it in all processes."""
+
+
+def flag_name(field: str) -> str:
+    """The command line's name of a dataclass field."""
+    return "--" + field.replace("_", "-")
 
 
 def require(holds: bool, flag: str, value: object, rule: str) -> None:
@@ -74,7 +84,7 @@ def parse(args_class: type, argv: list[str]) -> Any:
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            args = tyro.cli(args_class, args=argv)
+            args: Any = tyro.cli(args_class, args=argv)
     except SystemExit as leave:
         if leave.code == 0:  # --help
             raise
@@ -83,8 +93,7 @@ def parse(args_class: type, argv: list[str]) -> Any:
         value = getattr(args, name)
         for rule in _ranges(hint):
             if value is not None:
-                flag = "--" + name.replace("_", "-")
-                require(math.isfinite(value) and rule.test(value), flag, value, f"must be {rule.says}")
+                require(math.isfinite(value) and rule.test(value), flag_name(name), value, f"must be {rule.says}")
     return args
 
 
@@ -96,7 +105,7 @@ def _ranges(hint: Any) -> list[Range]:
 
 def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
     """`--track True` was right in older scripts: say what is right now."""
-    booleans = {"--" + f.name.replace("_", "-"): f.type for f in dataclasses.fields(args_class) if f.type is bool}
+    booleans = {flag_name(f.name) for f in dataclasses.fields(args_class) if f.type is bool}
     for word, following in zip(argv, [*argv[1:], "--"], strict=True):
         flag, _, value = word.replace("_", "-").partition("=")
         value = value or following
@@ -105,10 +114,13 @@ def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
 
 
 def _one_line(box: str) -> str:
-    """tyro's boxed message without its frame and its help text."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines() if line.startswith("│")]
-    message = " ".join(line for line in lines if not line.startswith(("───", "For full helptext")))
-    return " ".join(message.partition("Argument helptext:")[0].split()) + " (see --help)"
+    """tyro's boxed message without its frame and its help texts."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    lines = [line for line in lines if not line.startswith(("───", "For full helptext"))]
+    message = " ".join(lines).partition("Argument helptext:")[0].partition("Perhaps you meant:")[0].strip()
+    flags = [line for line in lines[1:] if line.startswith("--")]
+    hint = f"; perhaps you meant {' or '.join(flags)}" if "Perhaps you meant:" in lines else ""
+    return f"{message}{hint} (see --help)"
 
 
 def check_run_args(args: RunArgs) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cleanrl_utils.config import RunArgs, UsageError
+from cleanrl_utils.process import ranks
 
 
 class NullLogger:
@@ -19,11 +20,14 @@ class NullLogger:
 
     run_name = ""
 
-    def games(self, games: Iterable[tuple[int, int, float, int]]) -> None:
-        """Log finished games, each (global_step at its end, environment, episodic_return, episodic_length)."""
+    def games(self, games: Iterable[tuple[int, float, int]]) -> None:
+        """Log finished games, each (global_step at its end, episodic_return, episodic_length)."""
 
     def metrics(self, metrics: Mapping[str, float], global_step: int) -> None:
         """Log one iteration's numbers at `global_step`, the number of environment steps of the whole job."""
+
+    def final(self, global_step: int, param_sum: float) -> None:
+        """Say that the run is done: steps, and the sum of all parameters, by which runs can be compared."""
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -51,8 +55,9 @@ class Logger(NullLogger):
         print(f"run: {folder}", file=sys.stderr)
         self._start = time.monotonic()
 
-    def games(self, games: Iterable[tuple[int, int, float, int]]) -> None:
-        for step, _, episodic_return, episodic_length in sorted(games):
+    def games(self, games: Iterable[tuple[int, float, int]]) -> None:
+        # in the order of the steps, and within a step of the environments, as they came
+        for step, episodic_return, episodic_length in sorted(games, key=lambda game: game[0]):
             self._returns.append(episodic_return)
             self._write({"charts/episodic_return": episodic_return, "charts/episodic_length": episodic_length}, step)
 
@@ -62,6 +67,10 @@ class Logger(NullLogger):
         self._send_videos()
         mean = f"{np.mean(self._returns):.1f}" if self._returns else "-"
         self._progress.show(global_step, sps, mean)
+
+    def final(self, global_step: int, param_sum: float) -> None:
+        self._progress.close()
+        print(f"final: global_step={global_step} param_sum={param_sum:.10f}", flush=True)
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:
         for tag, value in metrics.items():
@@ -88,6 +97,11 @@ class Logger(NullLogger):
             self._wandb.finish()
 
 
+def open_logger(args: RunArgs, env_id: str, total_timesteps: int) -> NullLogger:
+    """The job's one logger, in the process of rank 0; a `NullLogger` in the others."""
+    return Logger(args, env_id, total_timesteps) if ranks()[0] == 0 else NullLogger()
+
+
 def _make_run_folder(args: RunArgs, env_id: str) -> str:
     """A folder that is this run's alone, also if another job starts in the same second."""
     second = int(time.time())
@@ -105,9 +119,9 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
             raise UsageError(f"can't make runs/{name} in {os.getcwd()}: {error.strerror}") from None
 
 
-def check_wandb_login(track: bool) -> None:
+def check_wandb_login(args: RunArgs) -> None:
     """Usage error where W&B has no key and no terminal to ask for one. Call it before anything is made."""
-    if track and os.environ.get("WANDB_MODE", "online") == "online":
+    if args.track and ranks()[0] == 0 and os.environ.get("WANDB_MODE", "online") == "online":
         import wandb
 
         try:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from cleanrl_utils.config import RunArgs, UsageError, check_run_args, parse, require
+from cleanrl_utils.config import Fault, RunArgs, UsageError, check_run_args, parse, require
 
 
 def ranks() -> tuple[int, int, int]:
@@ -66,12 +66,13 @@ def die_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def pick_device(cuda: bool, backend: str | None = None, device_ids: tuple[int, ...] = ()) -> torch.device:
-    """This process's device: `device_ids[LOCAL_RANK]`, else `cuda:LOCAL_RANK`, else the CPU.
+def pick_device(
+    cuda: bool, local_rank: int = 0, backend: str | None = None, device_ids: tuple[int, ...] = ()
+) -> torch.device:
+    """This process's device: `device_ids[local_rank]`, else `cuda:local_rank`, else the CPU.
 
     More processes than GPUs share them in turn, over gloo. A usage error says what the machine cannot serve.
     """
-    rank, local_rank, _ = ranks()
     num_local = local_world_size()
     num_gpus = torch.cuda.device_count() if cuda and torch.cuda.is_available() else 0
     if device_ids:
@@ -89,7 +90,7 @@ def pick_device(cuda: bool, backend: str | None = None, device_ids: tuple[int, .
             raise UsageError(f"--backend nccl: {num_local} processes can't share {len(set(ids))} GPU(s); use gloo")
     if num_gpus == 0:
         return torch.device("cpu")
-    if len(set(ids)) < num_local and rank == 0:
+    if len(set(ids)) < num_local and ranks()[0] == 0:
         print(f"notice: {num_local} processes share {len(set(ids))} GPU(s), over gloo", file=sys.stderr)
     device = torch.device("cuda", ids[local_rank])
     torch.cuda.set_device(device)  # before any collective: NCCL would use cuda:0 in every process
@@ -128,14 +129,15 @@ def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
+
 Args = TypeVar("Args", bound=RunArgs)
 
 
 def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: str) -> NoReturn:
     """Parse the command line, prepare the process, call `main(args, on_exit)` and exit with the job's code.
 
-    Exit codes: 0 done, 2 bad usage (one line, from rank 0), 130 interrupted. What `main` registers on the
-    `ExitStack` is closed in every case, last in first out.
+    Exit codes: 0 done, 1 a fault, 2 bad usage (both with one line, from rank 0), 130 interrupted. What `main`
+    registers on the `ExitStack` is closed in every case, last in first out.
     """
     rank = ranks()[0]
     try:
@@ -150,12 +152,12 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             except KeyboardInterrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second one; let the closing finish
                 raise
-    except UsageError as error:
+    except (UsageError, Fault) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
             time.sleep(5)  # torchrun ends all at the first exit: rank 0 has to speak before
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)

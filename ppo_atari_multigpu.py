@@ -1,0 +1,451 @@
+"""Proximal Policy Optimization (Schulman et al. 2017, https://arxiv.org/abs/1707.06347) for Atari.
+
+    python ppo_atari_multigpu.py                                      # one process: bit for bit `ppo_atari.py`
+    torchrun --standalone --nnodes=1 --nproc_per_node=2 ppo_atari_multigpu.py         # two processes, one machine
+    torchrun --nnodes=2 --node_rank=0 --master_addr=HOST0 --nproc_per_node=8 ppo_atari_multigpu.py   # two machines:
+    torchrun --nnodes=2 --node_rank=1 --master_addr=HOST0 --nproc_per_node=8 ppo_atari_multigpu.py   # one line on each
+
+Each process steps its own environments and computes its part of every minibatch's gradient; the parts are summed.
+Seeds, noise, shuffles, advantage moments and the stop at --target-kl are decided for the whole job, so the number of
+processes never changes the mathematics.
+
+`ppo_atari_multigpu.py` is `ppo_atari.py` plus lines marked [ddp], which make it run on many processes.
+
+The style, flags, defaults and metric names are those of CleanRL (https://github.com/vwxyzjn/cleanrl, MIT).
+Deliberate deviations:
+
+- Same-step autoreset. Gymnasium's default inserts a step whose action is ignored; it would be trained on.
+- A time limit is not a death: the reward of a truncated step gets gamma * V(final observation).
+- Environment seeds come from SeedSequence((seed, environment)); `seed + i` gives runs with neighbouring seeds the
+  same games.
+- Actions and shuffles come from one CPU generator: Gumbel noise for all steps, so that a run is the same on any
+  device and, in the multi-GPU script, on any number of processes.
+- Minibatches are stratified: each holds the same number of steps of every environment, so any split of the
+  environments over processes cuts the same minibatches.
+- Losses are sums divided by the minibatch size, gradients are views of one flat buffer: this is what can be summed
+  over processes.
+- Observations stay uint8, channels last in memory, until the network divides them by 255: a quarter of the memory,
+  and the layout in which convolutions are fastest.
+- Logged losses are means over the iteration; CleanRL logs its last minibatch. `--target-kl` compares this mean.
+- episodic_return and episodic_length are of whole games, with raw rewards; the length is in agent steps.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist  # [ddp]
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+import tyro
+from torch.utils.checkpoint import checkpoint
+
+from cleanrl_utils import process, seeding
+from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, make_vector
+from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
+from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
+
+# ======================================================================================================================
+# Config
+# ======================================================================================================================
+envs_or_total = tyro.conf.create_mutex_group(required=False)  # [ddp]
+steps_or_batch = tyro.conf.create_mutex_group(required=False)
+
+
+@dataclass(frozen=True)
+class Args(RunArgs):
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """the game; ALE/*-v5 ids work too, with their own sticky actions"""
+    total_timesteps: Positive[int] = 10_000_000
+    """environment steps of the whole run, a step being one action of one environment (4 emulator frames)"""
+    num_envs: Annotated[Positive[int], tyro.conf.arg(aliases=["--local-num-envs"]), envs_or_total] = 8  # [ddp]
+    """environments that each process steps"""
+    total_num_envs: Annotated[Positive[int] | None, envs_or_total] = None  # [ddp]
+    """instead of --num-envs: environments of the whole job, dealt out as evenly as possible"""
+    backend: Literal["gloo", "nccl"] | None = None  # [ddp]
+    """how gradients travel; if not set, nccl where every process has a GPU of its own, else gloo"""
+    device_ids: tuple[int, ...] = ()  # [ddp]
+    """the GPU of each process of this machine; cuda:LOCAL_RANK if not set"""
+    num_steps: Annotated[Positive[int], steps_or_batch] = 128
+    """steps of each environment per iteration"""
+    batch_size: Annotated[Positive[int] | None, steps_or_batch] = None
+    """instead of --num-steps: transitions that each process collects per iteration"""
+    vector_env: Literal["sync", "async"] = "sync"
+    """sync: step the environments one after the other; async: each in a worker process of its own"""
+    learning_rate: Positive[float] = 2.5e-4
+    """Adam's step size at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall linearly to 0 over the run; --no-anneal-lr keeps it constant"""
+    lr_warmup_iterations: NonNegative[int] = 0
+    """iterations over which the learning rate first rises linearly to its value; 0: none"""
+    gamma: Fraction[float] = 0.99
+    """discount factor"""
+    gae_lambda: Fraction[float] = 0.95
+    """lambda of generalized advantage estimation: 0 trusts the values, 1 the rewards"""
+    num_minibatches: Positive[int] = 4
+    """optimizer steps per epoch; divides the steps of each environment"""
+    update_epochs: Positive[int] = 4
+    """passes over the data of an iteration"""
+    grad_accumulation_steps: Positive[int] = 1
+    """parts in which each process computes its minibatch: the same gradient with less memory"""
+    activation_checkpointing: bool = False
+    """recompute the network's activations in the backward pass: less memory, about a third more computation"""
+    norm_adv: bool = True
+    """normalize the advantages within each minibatch"""
+    clip_coef: NonNegative[float] = 0.1
+    """clipping range of the probability ratio, and of the value's change"""
+    clip_vloss: bool = True
+    """clip the value loss as baselines does"""
+    ent_coef: NonNegative[float] = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: NonNegative[float] = 0.5
+    """weight of the value loss"""
+    max_grad_norm: Positive[float] = 0.5
+    """the gradient is scaled down to this norm where it is longer"""
+    target_kl: Positive[float] | None = None
+    """end the iteration's epochs when its mean approx_kl exceeds this"""
+
+
+# ======================================================================================================================
+# Environment
+# ======================================================================================================================
+def make_env(
+    env_id,
+    seed,
+    capture_video,
+    run_name,
+    noop_max=30,
+    frame_skip=4,
+    screen_size=84,
+    episodic_life=True,
+    fire_reset=True,
+    clip_reward=True,
+    frame_stack=4,
+    max_episode_frames=108_000,  # 30 minutes of play, then truncated
+):
+    """A function that makes one environment. `AtariGame` explains the keywords; they act in this order."""
+
+    def thunk():
+        return AtariGame(
+            env_id,
+            seed,
+            noop_max=noop_max,
+            frame_skip=frame_skip,
+            screen_size=screen_size,
+            episodic_life=episodic_life,
+            fire_reset=fire_reset,
+            clip_reward=clip_reward,
+            frame_stack=frame_stack,
+            max_episode_frames=max_episode_frames,
+            recorder=VideoRecorder(f"videos/{run_name}") if capture_video else None,
+        )
+
+    return thunk
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+def layer_init(layer, std=2**0.5, bias_const=0.0):
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    """Policy and value on one convolutional network (Mnih et al. 2015). Observations x: uint8 (N, 4, 84, 84)."""
+
+    def __init__(self, envs, activation_checkpointing=False):
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (N, 4, 84, 84) -> (N, 32, 20, 20)
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),  # -> (N, 64, 9, 9)
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),  # -> (N, 64, 7, 7)
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
+        self.critic = layer_init(nn.Linear(512, 1), std=1)
+
+    def hidden(self, x):
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            # In chunks: recomputed all at once, the activations would reach the same peak again.
+            return torch.cat([checkpoint(self.encode, part, use_reentrant=False) for part in x.chunk(8)])
+        return self.encode(x)
+
+    def encode(self, x):
+        return self.network(x.contiguous(memory_format=torch.channels_last).float() / 255.0)  # (N, 512)
+
+    def get_value(self, x):
+        return self.critic(self.hidden(x))  # (N, 1)
+
+    def get_action_and_value(self, x, action=None, noise=None):
+        """Returns (action, logprob, entropy, value) of shapes (N,), (N,), (N,), (N, 1).
+
+        Without an action, one is sampled: the arg-max of logits + Gumbel noise (N, n_actions) follows the policy
+        (Maddison et al. 2014, https://arxiv.org/abs/1411.0030).
+        """
+        hidden = self.hidden(x)
+        logits = self.actor(hidden)
+        if action is None:
+            action = (logits + (gumbel(logits.shape).to(x.device) if noise is None else noise)).argmax(1)
+        logprobs = F.log_softmax(logits, dim=1)
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        return action, logprobs.gather(1, action.long()[:, None])[:, 0], entropy, self.critic(hidden)
+
+
+def gumbel(shape, generator=None):
+    """Standard Gumbel noise from a CPU generator."""
+    return -torch.empty(shape).exponential_(generator=generator).log()
+
+
+# ======================================================================================================================
+# Advantages
+# ======================================================================================================================
+def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16).
+
+    rewards, values, dones: (num_steps, num_envs); next_value, next_done: (num_envs,), of the observation after the
+    last step. dones[t] is 1 if the observation at t opens a new episode, so step t bootstraps on dones[t + 1].
+    Returns (advantages, returns), each (num_steps, num_envs).
+    """
+    values_after = torch.cat([values[1:], next_value.view(1, -1)])
+    discounts = gamma * (1.0 - torch.cat([dones[1:], next_done.view(1, -1)]))
+    deltas = rewards + discounts * values_after - values
+    advantages = torch.empty_like(deltas)
+    following = torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantages[t] = following = deltas[t] + gae_lambda * discounts[t] * following
+    return advantages, advantages + values
+
+
+def learning_rate(args, iteration, num_iterations):
+    """Linear warm-up, then linear annealing, where they are asked for; iterations count from 1."""
+    warmup = min(1.0, iteration / args.lr_warmup_iterations) if args.lr_warmup_iterations else 1.0
+    anneal = 1.0 - (iteration - 1.0) / num_iterations if args.anneal_lr else 1.0
+    return args.learning_rate * warmup * anneal
+
+
+def main(args, on_exit):
+    """Train. `process.run` closes what is registered on `on_exit`, however the run ends."""
+    # ==================================================================================================================
+    # Setup
+    # ==================================================================================================================
+    num_envs = args.num_envs
+    rank, local_rank, world_size = process.ranks()  # [ddp] torchrun's RANK (who am I), LOCAL_RANK (which GPU is mine)
+    total_num_envs = args.total_num_envs or num_envs * world_size  # [ddp]
+    args.require(
+        "total_num_envs", total_num_envs >= world_size, f"must be one for each of {world_size} processes"
+    )  # [ddp]
+    first_env, num_envs = seeding.share(total_num_envs, rank, world_size)  # [ddp]
+    mine = slice(first_env, first_env + num_envs)  # [ddp] this process's environments among the job's
+    if args.batch_size is not None:
+        even = total_num_envs % world_size == 0  # [ddp]
+        args.require(
+            "batch_size", even, f"needs equal shares of {total_num_envs} envs on {world_size} processes"
+        )  # [ddp]
+        args.require("batch_size", args.batch_size % num_envs == 0, f"must be a multiple of the {num_envs} envs")
+    num_steps = args.num_steps if args.batch_size is None else args.batch_size // num_envs
+    batch_size = num_steps * total_num_envs  # [ddp] transitions of the whole job per iteration
+    minibatch_size = batch_size // args.num_minibatches
+    smallest_part = minibatch_size
+    smallest_part = num_steps // args.num_minibatches * (total_num_envs // world_size)  # [ddp]
+    num_iterations = args.total_timesteps // batch_size
+    args.require("num_minibatches", num_steps % args.num_minibatches == 0, f"must divide the {num_steps} steps per env")
+    args.require("num_minibatches", minibatch_size > 1, "leaves minibatches of 1 transition; 2 are the least")
+    fits = args.grad_accumulation_steps <= smallest_part
+    args.require("grad_accumulation_steps", fits, f"must be at most the {smallest_part} transitions it divides")
+    args.require("total_timesteps", num_iterations > 0, f"must be at least the {batch_size} of one iteration")
+    check_game(args)
+    check_wandb_login(args)
+
+    device = process.pick_device(args.cuda, local_rank, args.backend, args.device_ids)  # [ddp]
+    group = process.connect(args, device, args.backend)  # [ddp] all meet, compare arguments, agree on gloo or NCCL
+    on_exit.callback(process.disconnect)  # [ddp]
+    generator = seeding.seed_everything(args.seed, args.torch_deterministic)
+
+    logger = open_logger(args, args.env_id, num_iterations * batch_size)
+    on_exit.callback(logger.close)
+    run_name = logger.run_name
+    run_names = [run_name]  # [ddp]
+    dist.broadcast_object_list(run_names, src=0)  # [ddp]
+    run_name = run_names[0]  # [ddp]
+    seeds = enumerate(seeding.env_seeds(args.seed, first_env, num_envs), first_env)  # [ddp]
+    thunks = [make_env(args.env_id, s, args.capture_video and e == 0, run_name) for e, s in seeds]
+    envs = make_vector(thunks, args.vector_env)
+    on_exit.callback(envs.close)
+    num_actions = envs.single_action_space.n
+
+    agent = Agent(envs, args.activation_checkpointing).to(device)
+    for tensor in agent.state_dict().values():  # [ddp] all start from rank 0's weights
+        dist.broadcast(tensor, src=0, group=group)  # [ddp]
+    agent.to(memory_format=torch.channels_last)
+    params = list(agent.parameters())
+    optimizer = optim.Adam(params, lr=args.learning_rate, eps=1e-5, fused=True)  # eps: baselines' value
+    # Every parameter's grad is a view of this buffer, so that one operation clears, clips or sums the gradient.
+    flat_grad = torch.zeros(sum(p.numel() for p in params), device=device)
+    for p, g in zip(params, flat_grad.split([p.numel() for p in params]), strict=True):
+        p.grad = g.as_strided(p.shape, p.stride())
+
+    c, h, w = envs.single_observation_space.shape
+    obs = torch.zeros((num_steps, num_envs, h, w, c), dtype=torch.uint8, device=device)  # channels last
+    actions = torch.zeros((num_steps, num_envs), dtype=torch.long, device=device)
+    logprobs = torch.zeros((num_steps, num_envs), device=device)
+    rewards = torch.zeros((num_steps, num_envs), device=device)
+    dones = torch.zeros((num_steps, num_envs), device=device)
+    values = torch.zeros((num_steps, num_envs), device=device)
+
+    global_step = 0  # environment steps of the whole job
+    next_obs, _ = envs.reset()
+    next_obs = torch.as_tensor(next_obs, device=device)  # (num_envs, 4, 84, 84)
+    next_done = torch.zeros(num_envs, device=device)
+    clock = Stopwatch("env", "inference", "update", "allreduce")
+
+    for iteration in range(1, num_iterations + 1):
+        optimizer.param_groups[0]["lr"] = learning_rate(args, iteration, num_iterations)
+
+        # ==============================================================================================================
+        # Rollout
+        # ==============================================================================================================
+        noise = gumbel((num_steps, total_num_envs, num_actions), generator)[:, mine].to(device)  # [ddp]
+        games = []  # finished in this iteration: (global_step, episodic_return, episodic_length)
+        for step in range(num_steps):
+            obs[step] = next_obs.movedim(1, -1)
+            dones[step] = next_done  # 1 if obs[step] opens a new episode
+            with torch.no_grad():
+                action, logprobs[step], _, value = agent.get_action_and_value(next_obs, noise=noise[step])
+            actions[step], values[step] = action, value[:, 0]
+            action = action.cpu().numpy()
+            clock.lap("inference")
+
+            next_obs, reward, terminated, truncated, infos = envs.step(action)
+            global_step += batch_size // num_steps
+            next_obs = torch.as_tensor(next_obs, device=device)
+            next_done = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
+            rewards[step] = torch.as_tensor(reward, dtype=torch.float32, device=device)
+            cut = truncated & ~terminated
+            if cut.any():
+                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), device=device)
+                with torch.no_grad():
+                    rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0]
+            for e in np.flatnonzero(infos.get("_games", False)):  # games that ended since the last step
+                games += [(global_step, *game) for game in infos["games"][e]]
+            clock.lap("env")
+
+        with torch.no_grad():
+            next_value = agent.get_value(next_obs)[:, 0]
+        advantages, returns = compute_gae(rewards, values, dones, next_value, next_done, args.gamma, args.gae_lambda)
+
+        # ==============================================================================================================
+        # Update: change the objective here; only the mb_* tensors are needed
+        # ==============================================================================================================
+        b_obs = obs.flatten(0, 1)  # (num_steps, num_envs, 84, 84, 4) -> (batch, 84, 84, 4); row t * num_envs + e
+        b_actions, b_logprobs = actions.flatten(), logprobs.flatten()
+        b_advantages, b_returns, b_values = advantages.flatten(), returns.flatten(), values.flatten()
+        loss_sums = torch.zeros(6, device=device)  # over the iteration's minibatches, in the order of `loss_names`
+        updates = 0
+
+        for _epoch in range(args.update_epochs):
+            # Each environment's steps are permuted by themselves and cut in num_minibatches parts; minibatch k is
+            # the k-th part of every environment.
+            order = torch.rand((total_num_envs, num_steps), generator=generator)[mine].argsort(1)  # [ddp]
+            rows = order * num_envs + torch.arange(num_envs)[:, None]  # (num_envs, num_steps), rows of the batch
+            b_inds = rows.view(num_envs, args.num_minibatches, -1).transpose(0, 1).flatten(1).to(device)
+            b_adv = b_advantages[b_inds].double()  # (num_minibatches, minibatch)
+            moments = torch.stack([b_adv.sum(1), b_adv.square().sum(1)])
+            dist.all_reduce(moments, group=group)  # [ddp] of the job's minibatches, not of this process's parts
+            adv_mean = moments[0] / minibatch_size
+            adv_std = ((moments[1] - moments[0] * adv_mean) / (minibatch_size - 1)).clamp(min=0).sqrt()
+
+            for k, mb_all in enumerate(b_inds):
+                flat_grad.zero_()
+                for mb_inds in mb_all.tensor_split(args.grad_accumulation_steps):
+                    mb_obs = b_obs.index_select(0, mb_inds).movedim(-1, 1)  # (minibatch, 4, 84, 84)
+                    mb_returns, mb_values = b_returns[mb_inds], b_values[mb_inds]
+                    mb_advantages = b_advantages[mb_inds]
+                    if args.norm_adv:
+                        mb_advantages = (mb_advantages - adv_mean[k]) / (adv_std[k] + 1e-8)
+
+                    _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, b_actions[mb_inds])
+                    newvalue = newvalue[:, 0]
+                    logratio = newlogprob - b_logprobs[mb_inds]
+                    ratio = logratio.exp()
+
+                    pg_loss = -torch.min(
+                        mb_advantages * ratio,
+                        mb_advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef),
+                    ).sum()
+                    v_loss = (newvalue - mb_returns).square()
+                    if args.clip_vloss:
+                        v_clipped = mb_values + (newvalue - mb_values).clamp(-args.clip_coef, args.clip_coef)
+                        v_loss = torch.max(v_loss, (v_clipped - mb_returns).square())
+                    v_loss = 0.5 * v_loss.sum()
+                    entropy = entropy.sum()
+                    loss = (pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss) / minibatch_size
+                    loss.backward()
+
+                    with torch.no_grad():  # approx_kl: http://joschu.net/blog/kl-approx.html
+                        clipped = ((ratio - 1.0).abs() > args.clip_coef).sum()
+                        kl = -logratio.sum(), (ratio - 1.0 - logratio).sum()
+                        loss_sums += torch.stack([v_loss, pg_loss, entropy, *kl, clipped]) / minibatch_size
+
+                # [ddp] Each process has summed over its part and divided by the job's minibatch size: SUM gives the
+                # [ddp] gradient, also of uneven parts. DistributedDataParallel would average, and hide this line.
+                clock.lap("update")  # [ddp]
+                dist.all_reduce(flat_grad, group=group)  # [ddp] before the clipping: the whole gradient is clipped
+                clock.lap("allreduce")  # [ddp]
+                flat_grad *= (args.max_grad_norm / (flat_grad.norm() + 1e-6)).clamp(max=1.0)
+                optimizer.step()
+                updates += 1
+
+            if args.target_kl is not None:
+                approx_kl = loss_sums[4] / updates
+                dist.all_reduce(approx_kl, group=group)  # [ddp] so that all leave together
+                if approx_kl > args.target_kl:
+                    break
+        clock.lap("update")
+
+        # ==============================================================================================================
+        # Logging
+        # ==============================================================================================================
+        param_sum = sum(p.detach().double().sum() for p in params)
+        b_errors = (b_returns - b_values).double()
+        b_returns = b_returns.double()
+        sums = [b_returns.sum(), b_returns.square().sum(), b_errors.sum(), b_errors.square().sum()]
+        totals = torch.cat([loss_sums.double() / updates, torch.stack(sums)])
+        param_sums = torch.zeros(world_size, dtype=torch.float64, device=device)  # [ddp]
+        param_sums[rank] = param_sum  # [ddp]
+        totals = torch.cat([totals, param_sums])  # [ddp]
+        dist.all_reduce(totals, group=group)  # [ddp]
+        totals = totals.tolist()
+        if not np.isfinite(totals).all():
+            raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
+
+        if max(totals[10:]) - min(totals[10:]) > 1e-6 * abs(totals[10]):  # [ddp]
+            raise Fault(f"iteration {iteration}: the processes' weights have parted: sums {totals[10:]}")  # [ddp]
+        games_of_all = [None] * world_size  # [ddp]
+        dist.all_gather_object(games_of_all, games)  # [ddp]
+        games = [game for part in games_of_all for game in part]  # [ddp]
+
+        loss_names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+        metrics = {f"losses/{name}": total for name, total in zip(loss_names, totals[:6], strict=True)}
+        y, y_square, error, error_square = totals[6:10]
+        variance, error_variance = y_square - y * y / batch_size, error_square - error * error / batch_size
+        metrics["losses/explained_variance"] = 1.0 - error_variance / max(variance, 1e-8)
+        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics |= {f"time/{part}": share for part, share in clock.shares().items()}
+        logger.games(games)
+        logger.metrics(metrics, global_step)
+
+    logger.final(global_step, param_sum)
+
+
+if __name__ == "__main__":
+    process.run(main, Args, __file__)
