@@ -358,7 +358,7 @@ def main(args, on_exit):
 
                     with torch.no_grad():  # approx_kl: http://joschu.net/blog/kl-approx.html
                         clipped = ((ratio - 1.0).abs() > args.clip_coef).sum()
-                        kl = -logratio.sum(), (ratio - 1.0 - logratio).sum()
+                        kl = -logratio.sum(), (logratio.expm1() - logratio).sum()  # ratio - 1 would round it away
                         loss_sums += torch.stack([v_loss, pg_loss, entropy, *kl, clipped]) / minibatch_size
 
                 flat_grad *= (args.max_grad_norm / (flat_grad.norm() + 1e-6)).clamp(max=1.0)

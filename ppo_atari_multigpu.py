@@ -393,7 +393,7 @@ def main(args, on_exit):
 
                     with torch.no_grad():  # approx_kl: http://joschu.net/blog/kl-approx.html
                         clipped = ((ratio - 1.0).abs() > args.clip_coef).sum()
-                        kl = -logratio.sum(), (ratio - 1.0 - logratio).sum()
+                        kl = -logratio.sum(), (logratio.expm1() - logratio).sum()  # ratio - 1 would round it away
                         loss_sums += torch.stack([v_loss, pg_loss, entropy, *kl, clipped]) / minibatch_size
 
                 # [ddp] Each process has summed over its part and divided by the job's minibatch size: SUM gives the

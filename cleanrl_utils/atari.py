@@ -107,16 +107,22 @@ class AtariGame(gym.Wrapper):
         reward, terminated, truncated = self._skip(action)
         self._length += 1
         lives = self.env.ale.lives()
-        if terminated or truncated:
+        over = terminated or truncated
+        if over:
             self._finish_game()
-        elif self.episodic_life and lives < self._lives:
-            terminated = self._life_lost = True
+        self._life_lost = self.episodic_life and lives < self._lives and not over
         self._lives = lives
         self._stack[:-1] = self._stack[1:]
         self._stack[-1] = self._screen()
         if self.recorder:
             self.recorder.frame(self.env.ale.getScreenRGB())
-        return self._stack.copy(), float(np.sign(reward)) if self.clip_reward else reward, terminated, truncated, {}
+        return (
+            self._stack.copy(),
+            float(np.sign(reward)) if self.clip_reward else reward,
+            terminated or self._life_lost,
+            truncated,
+            {},
+        )
 
     def _skip(self, action: int) -> tuple[float, bool, bool]:
         """Repeat an action; afterwards `_frames[0]` is the max over the skip's last two frames."""

@@ -114,13 +114,15 @@ def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
 
 
 def _one_line(box: str) -> str:
-    """tyro's boxed message without its frame and its help texts."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    lines = [line for line in lines if not line.startswith(("───", "For full helptext"))]
-    message = " ".join(lines).partition("Argument helptext:")[0].partition("Perhaps you meant:")[0].strip()
-    flags = [line for line in lines[1:] if line.startswith("--")]
-    hint = f"; perhaps you meant {' or '.join(flags)}" if "Perhaps you meant:" in lines else ""
-    return f"{message}{hint} (see --help)"
+    """tyro's message, a box of sections (title, message, hints, ...), as a line without the help texts."""
+    lines = [line.strip("│ ") for line in box.splitlines() if not line.startswith("╰")]
+    rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")] + [len(lines)]
+    start = 1 if box.startswith("╭") else rules.pop(0) + 1  # without UTF-8 a rule follows on the title, not a frame
+    message, hints = " ".join(lines[start : rules[0]]).strip(), lines[rules[0] :]
+    flags = (
+        [line for line in hints if line.startswith("--") and line.strip("-")] if "Perhaps you meant:" in hints else []
+    )
+    return f"{message}{'; perhaps you meant ' * bool(flags)}{' or '.join(flags)} (see --help)"
 
 
 def check_run_args(args: RunArgs) -> None:

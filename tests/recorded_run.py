@@ -1,8 +1,8 @@
 """Runs a training script unchanged and records what it did: python recorded_run.py SCRIPT OUT [FLAGS ...]
 
-Each process writes OUT/rank{r}.npz: the actions of its environments, (iterations * num_steps, num_envs), the
-parameters at the start and after each iteration, and the finished games. Tests plant faults through FAULT, a
-statement that is executed with the script's module as `script` before it runs.
+Each process writes OUT/rank{r}.npz with `actions` of its environments, (iterations * num_steps, num_envs), `params`
+at the start of each iteration and at the end, (iterations + 1, number of parameters), and `optimizer_steps` done
+before each of these.
 """
 
 import importlib.util
@@ -26,18 +26,23 @@ def main():
     sys.argv = [path, *flags]
     script = load(path)
     rank = int(os.environ.get("RANK", "0"))
-    actions, params = [], []
-    agents = []
+    agents, actions, params, optimizer_steps, steps = [], [], [], [], [0]
 
     class RecordedAgent(script.Agent):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             agents.append(self)
 
-    def flat(tensors):
-        return torch.cat([t.detach().cpu().contiguous().flatten() for t in tensors]).double().numpy()
+    class RecordedAdam(torch.optim.Adam):
+        def step(self, *args, **kwargs):
+            steps[0] += 1
+            return super().step(*args, **kwargs)
 
-    make_vector = script.make_vector
+    def record():
+        params.append(torch.cat([p.detach().cpu().flatten() for p in agents[0].parameters()]).numpy())
+        optimizer_steps.append(steps[0])
+
+    make_vector, learning_rate = script.make_vector, script.learning_rate
 
     def recorded_vector(*args, **kwargs):
         envs = make_vector(*args, **kwargs)
@@ -50,23 +55,18 @@ def main():
         envs.step = recorded_step
         return envs
 
-    learning_rate = script.learning_rate
-
-    def recorded_learning_rate(*args, **kwargs):  # the scripts call it once at the start of each iteration
-        params.append(flat(agents[0].parameters()))
+    def recorded_learning_rate(*args, **kwargs):  # which the scripts call once, at the start of an iteration
+        record()
         return learning_rate(*args, **kwargs)
 
-    script.Agent = RecordedAgent
-    script.make_vector = recorded_vector
-    script.learning_rate = recorded_learning_rate
-    exec(os.environ.get("FAULT", ""), {"script": script, "torch": torch, "np": np, "rank": rank})
+    script.Agent, script.optim = RecordedAgent, type("optim", (), {"Adam": RecordedAdam})
+    script.make_vector, script.learning_rate = recorded_vector, recorded_learning_rate
     try:
         script.process.run(script.main, script.Args, path)
     finally:
+        record()
         os.makedirs(out, exist_ok=True)
-        if agents:
-            params.append(flat(agents[0].parameters()))
-        np.savez(f"{out}/rank{rank}.npz", actions=np.array(actions), params=np.array(params))
+        np.savez(f"{out}/rank{rank}.npz", actions=actions, params=params, optimizer_steps=optimizer_steps)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""Helpers: run scripts as users do, in a folder of their own, and read what they wrote."""
+
+import contextlib
+import glob
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+sys.path.insert(0, str(ROOT))  # the tests import the scripts
+
+SINGLE, MULTI = "ppo_atari.py", "ppo_atari_multigpu.py"
+SMALL = ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
+
+
+def environment(**more):
+    """This process's environment without what torchrun or a user's settings would add."""
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "WANDB_", "MASTER_", "TORCHELASTIC_", "FAULT")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+
+
+def command(script, *flags, nproc=None):
+    """A script's command line, alone or under torchrun with nproc processes."""
+    path = str(ROOT / script) if not os.path.isabs(script) else script
+    launcher = [sys.executable]
+    if nproc:
+        launcher = [str(BIN / "torchrun"), "--standalone", "--nnodes=1", f"--nproc_per_node={nproc}"]
+    return [*launcher, path, *map(str, flags)]
+
+
+class Folder:
+    """A working folder in which commands run."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def start(self, argv, **env):
+        return subprocess.Popen(
+            argv,
+            cwd=self.path,
+            env=environment(**env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, argv, code=0, timeout=240, **env):
+        """Run to the end; the finished process, whose exit code must be `code`."""
+        done = subprocess.run(
+            argv,
+            cwd=self.path,
+            env=environment(**env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == code, f"{argv}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def recorded(self, script, out, *flags, nproc=None, **env):
+        """Run a script through recorded_run.py: its records by process."""
+        path = str(ROOT / script) if not os.path.isabs(script) else script
+        self.run(command("tests/recorded_run.py", path, out, *flags, nproc=nproc), **env)
+        return [np.load(self.path / out / f"rank{rank}.npz") for rank in range(nproc or 1)]
+
+    def event_folders(self):
+        return sorted(os.path.dirname(f) for f in glob.glob(f"{self.path}/runs/**/events*", recursive=True))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Folder(tmp_path)
+
+
+def scalars(event_folder):
+    """{tag: [(step, value), ...]} of an event folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(event_folder, size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def final(output):
+    """The param_sum and global_step of a script's last line."""
+    (line,) = [line for line in output.splitlines() if line.startswith("final: ")]
+    fields = dict(word.split("=") for word in line.split()[1:])
+    return int(fields["global_step"]), float(fields["param_sum"])
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def children(pid):
+    """The pids of a process's children, their children too."""
+    try:
+        own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds, what):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)
+
+
+def kill_group(process):
+    """End what a test started, whatever became of it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,140 @@
+"""Each bad command line is one clear line, exit code 2, and nothing made."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from conftest import MULTI, command
+
+import ppo_atari
+import ppo_atari_multigpu
+
+# flags -> what the line must say
+BAD = {
+    "--learning-rate -1": "--learning-rate -1.0: must be above 0",
+    "--learning-rate nan": "--learning-rate nan: must be above 0",
+    "--learning-rate fast": "--learning-rate",
+    "--num-steps 0": "--num-steps 0: must be above 0",
+    "--num-steps 1e3": "--num-steps",
+    "--gamma 1.5": "--gamma 1.5: must be between 0 and 1",
+    "--gae-lambda -0.1": "--gae-lambda -0.1: must be between 0 and 1",
+    "--local-num-envs 0": "--num-envs 0: must be above 0",
+    "--num-envs -2": "--num-envs -2: must be above 0",
+    "--num-envs": "--num-envs",
+    "--seed -1": "--seed -1: must be 0 or above",
+    "--clip-coef -0.1": "--clip-coef -0.1: must be 0 or above",
+    "--ent-coef inf": "--ent-coef inf: must be 0 or above",
+    "--max-grad-norm 0": "--max-grad-norm 0.0: must be above 0",
+    "--update-epochs 0": "--update-epochs 0: must be above 0",
+    "--target-kl 0": "--target-kl 0.0: must be above 0",
+    "--lr-warmup-iterations -1": "--lr-warmup-iterations -1: must be 0 or above",
+    "--num-threads 0": "--num-threads 0: must be above 0",
+    "--total-timesteps 0": "--total-timesteps 0: must be above 0",
+    "--total-timesteps 1000": "--total-timesteps 1000: must be at least the 1024 of one iteration",
+    "--num-minibatches 0": "--num-minibatches 0: must be above 0",
+    "--num-minibatches 5": "--num-minibatches 5: must divide the 128 steps per env",
+    "--num-envs 1 --num-steps 5 --num-minibatches 2": "--num-minibatches 2: must divide the 5 steps per env",
+    "--num-envs 1 --num-steps 8 --num-minibatches 8": "--num-minibatches 8: leaves minibatches of 1 transition",
+    "--grad-accumulation-steps 0": "--grad-accumulation-steps 0: must be above 0",
+    "--grad-accumulation-steps 257": "--grad-accumulation-steps 257: must be at most the 256 transitions",
+    "--batch-size 1001": "--batch-size 1001: must be a multiple of the 8 envs",
+    "--batch-size 1024 --num-steps 128": "--num-steps",
+    "--env-id BreakoutNoFrameskp-v4": "did you mean BreakoutNoFrameskip-v4",
+    "--env-id CartPole-v1": "--env-id CartPole-v1: must be an Atari game",
+    "--env-id xyz": "--env-id xyz: must be an Atari game",
+    "--vector-env threads": "--vector-env",
+    "--track True": "--track True: takes no value; write --track or --no-track",
+    "--cuda=False": "--cuda False: takes no value; write --cuda or --no-cuda",
+    "--capture_video False": "--capture-video False: takes no value",
+    "--anneal-lr 1": "--anneal-lr 1: takes no value",
+    "--run-name ../elsewhere": "--run-name '../elsewhere': must be a name",
+    "--run-name /tmp/x": "--run-name '/tmp/x': must be a name",
+    "--no-such-flag 3": "--no-such-flag",
+    "3": "3",
+}
+BAD_MULTI = {
+    "--total-num-envs 0": "--total-num-envs 0: must be above 0",
+    "--num-envs 8 --total-num-envs 8": "--total-num-envs",
+    "--backend mpi": "--backend",
+    "--backend nccl --no-cuda": "--backend nccl: needs CUDA, and --no-cuda is set; use gloo",
+    "--device-ids 0 --no-cuda": "--device-ids 0: needs CUDA, and --no-cuda is set",
+    "--device-ids gpu": "--device-ids",
+}
+CASES = [(ppo_atari, *case) for case in BAD.items()] + [(ppo_atari_multigpu, *case) for case in BAD_MULTI.items()]
+
+
+def run_main(script, flags, monkeypatch, cwd):
+    """The script's `__main__` in this process: its exit code."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr("sys.argv", ["ppo", *flags.split()])
+    with pytest.raises(SystemExit) as leave:
+        script.process.run(script.main, script.Args, script.__file__)
+    return leave.value.code
+
+
+@pytest.mark.parametrize("script, flags, says", CASES, ids=[case[1] for case in CASES])
+def test_bad_command_lines(script, flags, says, tmp_path, monkeypatch, capsys):
+    def no_environment(*_args, **_kwargs):
+        raise AssertionError("an environment was made")
+
+    monkeypatch.setattr(script, "make_env", no_environment)
+    assert run_main(script, flags, monkeypatch, tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: "), err
+    assert says in err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_name_that_is_taken(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert run_main(ppo_atari, "--run-name mine", monkeypatch, tmp_path) == 2
+    assert "--run-name mine: runs/mine exists" in capsys.readouterr().err
+
+
+def test_video_without_its_library(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "imageio_ffmpeg", None)
+    assert run_main(ppo_atari, "--capture-video", monkeypatch, tmp_path) == 2
+    assert "--capture-video" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--gamma 2", "error: --gamma 2.0: must be between 0 and 1"),
+        ("--total-num-envs 1", "error: --total-num-envs 1: must be one for each of 2 processes"),
+        ("--total-num-envs 5 --batch-size 80", "error: --batch-size 80: needs equal shares of 5 envs on 2 processes"),
+        ("--backend nccl --no-cuda", "error: --backend nccl: needs CUDA"),
+    ],
+)
+def test_one_process_speaks_for_the_job(folder, flags, says):
+    done = folder.run(command(MULTI, *flags.split(), nproc=2), code=1)  # torchrun's code is 1 whatever its workers'
+    assert done.stderr.count("error: ") == 1 and says in done.stderr and "exitcode  : 2" in done.stderr
+    assert os.listdir(folder.path) == []
+
+
+def test_help_is_complete_and_quiet(folder):
+    argv = command("ppo_atari_multigpu.py", "--help")
+    done = folder.run([argv[0], "-W", "error", *argv[1:]], COLUMNS="200")
+    assert done.stderr == ""
+    for flag in ("--no-cuda", "--no-anneal-lr", "--local-num-envs", "--target-kl", "--grad-accumulation-steps"):
+        assert flag in done.stdout
+    assert "--no-torch-deterministic lets it pick the fastest" in done.stdout
+    assert os.listdir(folder.path) == []
+
+
+def test_none_and_numbers(monkeypatch):
+    from cleanrl_utils.config import parse
+
+    assert parse(ppo_atari.Args, ["--target-kl", "None"]).target_kl is None
+    assert parse(ppo_atari.Args, ["--target-kl", "0.01"]).target_kl == 0.01
+    assert parse(ppo_atari.Args, ["--local-num-envs", "3"]).num_envs == 3
+    assert parse(ppo_atari.Args, ["--num_envs", "3", "--no-cuda"]) == ppo_atari.Args(num_envs=3, cuda=False)
+
+
+def test_every_flag_is_explained():
+    source = Path(ppo_atari_multigpu.__file__).read_text()
+    fields = source[source.index("class Args") : source.index("# Environment")].splitlines()
+    for field, following in itertools.pairwise(fields):
+        if ": " in field and "=" in field and not field.lstrip().startswith(('"""', "@", "class")):
+            assert following.lstrip().startswith('"""'), f"no docstring: {field}"

@@ -1,0 +1,193 @@
+"""What a run leaves behind: event files, W&B's offline file, videos; and what the logger does on its own."""
+
+import glob
+import os
+import random
+
+import numpy as np
+import pytest
+from conftest import MULTI, SINGLE, command, final, scalars
+
+from cleanrl_utils.atari import VideoRecorder
+from cleanrl_utils.logger import Logger, Stopwatch
+
+ITERATION_TAGS = {
+    *(f"losses/{name}" for name in ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")),
+    *(f"time/{part}" for part in ("env", "inference", "update", "allreduce")),
+    *("losses/explained_variance", "charts/learning_rate", "charts/SPS"),
+}
+GAME_TAGS = {"charts/episodic_return", "charts/episodic_length"}
+# 3 iterations of 2 processes * 2 environments * 256 steps: Breakout's games end within some 120 steps of random play
+FLAGS = ["--num-envs", 2, "--num-steps", 256, "--total-timesteps", 3 * 4 * 256, "--update-epochs", 1]
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """A job of two processes with W&B, offline, and videos."""
+    from conftest import Folder
+
+    folder = Folder(tmp_path_factory.mktemp("tracked"))
+    argv = command(MULTI, *FLAGS, "--track", "--capture-video", "--exp-name", "logged", nproc=2)
+    folder.output = folder.run(argv, WANDB_MODE="offline")
+    return folder
+
+
+def test_the_event_file(tracked):
+    (event_folder,) = tracked.event_folders()
+    assert os.path.basename(event_folder).startswith("BreakoutNoFrameskip-v4__logged__1__")
+    assert os.listdir(tracked.path / "runs") == [os.path.basename(event_folder)]
+    points = scalars(event_folder)
+    assert set(points) == ITERATION_TAGS | GAME_TAGS
+    assert np.isfinite([value for series in points.values() for _, value in series]).all()
+    for tag in ITERATION_TAGS:
+        assert [step for step, _ in points[tag]] == [1024, 2048, 3072], tag
+    for tag in GAME_TAGS:
+        steps = [step for step, _ in points[tag]]
+        assert len(steps) >= 8 and steps == sorted(steps) and all(step % 4 == 0 for step in steps)
+    assert points["charts/episodic_return"][0][0] == points["charts/episodic_length"][0][0]
+    shares = np.array(
+        [[value for _, value in points[f"time/{part}"]] for part in ("env", "inference", "update", "allreduce")]
+    )
+    assert (shares >= 0).all() and np.allclose(shares.sum(0), 1, atol=1e-5) and (shares[:3] > 0).all()
+    assert final(tracked.output.stdout)[0] == 3072
+    assert [v for _, v in points["charts/learning_rate"]] == pytest.approx([2.5e-4, 2.5e-4 * 2 / 3, 2.5e-4 / 3])
+
+
+def offline_run(folder):
+    """The config and the rows of the one offline W&B run."""
+    import json
+
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = glob.glob(f"{folder}/wandb/offline-run-*/*.wandb")
+    store, rows, config, files = DataStore(), [], {}, []
+    store.open_for_scan(file)
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        for item in record.run.config.update:
+            config[item.key] = json.loads(item.value_json)
+        if record.history.item:
+            rows.append(
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            )
+    files = [os.path.basename(f) for f in glob.glob(f"{folder}/wandb/offline-run-*/files/media/videos/*.mp4")]
+    return config, rows, files
+
+
+def test_the_offline_wandb_run(tracked):
+    config, rows, videos = offline_run(tracked.path)
+    assert config["seed"] == 1 and config["env_id"] == "BreakoutNoFrameskip-v4" and config["num_envs"] == 2
+    (event_folder,) = tracked.event_folders()
+    points = scalars(event_folder)
+    for tag in ITERATION_TAGS | GAME_TAGS:
+        sent = [(row["global_step"], row[tag]) for row in rows if tag in row]
+        assert sent == pytest.approx(points[tag], rel=1e-5), tag
+    on_disk = glob.glob(f"{tracked.path}/videos/*/*.mp4")
+    assert len(videos) == len(on_disk) >= 2, "each video is sent once"
+
+
+def frames_of(file):
+    import cv2
+
+    video, frames = cv2.VideoCapture(file), []
+    while True:
+        more, frame = video.read()
+        if not more:
+            return np.array(frames)
+        frames.append(frame)
+
+
+def test_videos_of_environment_0(tracked):
+    assert len(os.listdir(tracked.path / "videos")) == 1, "one process records, under the job's name"
+    files = sorted(glob.glob(f"{tracked.path}/videos/*/*.mp4"))
+    assert [os.path.basename(f) for f in files][:2] == ["rl-video-episode-0.mp4", "rl-video-episode-1.mp4"]
+    for file in files:
+        frames = frames_of(file)
+        assert frames.shape[1:] == (210, 160, 3) and len(frames) > 1 and frames.std() > 0
+
+
+def test_a_video_of_a_run_that_ends_in_mid_game_plays(folder):
+    """One environment, 20 steps: no game ends. The file has a frame for the reset and one for each step."""
+    flags = ["--num-envs", 1, "--num-steps", 20, "--total-timesteps", 20, "--update-epochs", 1]
+    folder.run(command(SINGLE, *flags, "--capture-video", "--env-id", "PongNoFrameskip-v4"))
+    (file,) = glob.glob(f"{folder.path}/videos/*/*.mp4")
+    assert len(frames_of(file)) == 21
+
+
+def test_the_recorder(tmp_path):
+    """Games 0, 1, 8, 27, ...; a cap on the length; a file that was never closed plays too."""
+    recorder = VideoRecorder(str(tmp_path), max_frames=5)
+    frame = np.random.default_rng(0).integers(0, 255, (210, 160, 3), dtype=np.uint8)
+    for _ in range(28):
+        recorder.new_game()
+        for _ in range(7):
+            recorder.frame(frame)
+    recorder.close()
+    assert sorted(os.listdir(tmp_path)) == [f"rl-video-episode-{n}.mp4" for n in (0, 1, 27, 8)]
+    assert all(len(frames_of(str(tmp_path / f))) == 5 for f in os.listdir(tmp_path))
+    recorder.game = 999
+    assert not recorder.wanted()
+    recorder.game = 1000
+    assert recorder.wanted()
+    recorder.game = 1331
+    assert not recorder.wanted()
+
+
+def test_the_same_command_twice_gives_identical_scalars(folder):
+    flags = ["--num-envs", 3, "--num-steps", 128, "--total-timesteps", 3 * 3 * 128, "--seed", 5]
+    runs = [folder.run(command(SINGLE, *flags)) for _ in range(2)]
+    first, second = map(scalars, folder.event_folders())
+    assert runs[0].stdout == runs[1].stdout
+    for tag in (ITERATION_TAGS | GAME_TAGS) - {"charts/SPS"}:
+        if not tag.startswith("time/"):
+            assert first[tag] == second[tag], tag
+
+
+def test_no_key_and_no_terminal_is_one_line_on_one_process(folder):
+    argv = command(MULTI, "--track", nproc=2)
+    done = folder.run(argv, code=1, timeout=60, HOME=str(folder.path), WANDB_API_KEY="")
+    assert (
+        done.stderr.count("error: ") == 1 and "error: --track: " in done.stderr and "WANDB_MODE=offline" in done.stderr
+    )
+    assert os.listdir(folder.path) == [] or glob.glob(f"{folder.path}/[rw]*") == []
+
+
+class Args:
+    run_name, exp_name, seed, track = None, "x", 1, False
+
+
+def test_run_folders_are_never_shared(tmp_path, monkeypatch):
+    from cleanrl_utils.logger import _make_run_folder
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.time", lambda: 1000.5)
+    names = [_make_run_folder(Args, "ALE/Pong-v5") for _ in range(3)]
+    assert names == [f"ALE-Pong-v5__x__1__{second}" for second in (1000, 1001, 1002)]
+
+
+def test_games_are_logged_in_order(tmp_path, monkeypatch):
+    import ppo_atari
+
+    monkeypatch.chdir(tmp_path)
+    logger = Logger(ppo_atari.Args(run_name="r"), "Pong", 100)
+    games = [(step, float(i), i) for i, step in enumerate([8, 8, 4, 12, 4])]
+    random.Random(0).shuffle(games)
+    logger.games(games)
+    logger.close()
+    points = scalars("runs/r")["charts/episodic_return"]
+    assert [step for step, _ in points] == [4, 4, 8, 8, 12]
+    assert points == [(step, value) for step, value, _ in sorted(games, key=lambda g: g[0])]
+
+
+def test_the_stopwatch_charges_all_time(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 5.0, 5.0, 7.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Stopwatch("env", "update")
+    for part in ("env", "update", "env"):
+        clock.lap(part)
+    assert clock.shares() == {"env": 0.4, "update": 0.6}
+    clock.lap("env")
+    clock.lap("update")
+    assert clock.shares() == {"env": 0.0, "update": 1.0}
