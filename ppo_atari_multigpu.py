@@ -181,7 +181,8 @@ class Agent(nn.Module):
         return self.encode(x)
 
     def encode(self, x):
-        return self.network(x.contiguous(memory_format=torch.channels_last).float() / 255.0)  # (N, 512)
+        x = x.contiguous(memory_format=torch.channels_last).to(torch.float32, copy=True)
+        return self.network(x.div_(255.0))  # (N, 512)
 
     def get_value(self, x):
         return self.critic(self.hidden(x))  # (N, 1)

@@ -1,7 +1,8 @@
 """The number of processes never changes the mathematics; and the faults that would, planted, are noticed.
 
-Rounding differs with the number of processes and of threads, and the arg-max and the clipping in time make two such
-runs part. Within these sizes (20 iterations, up to 80 optimizer steps) the runs must agree.
+Rounding differs with the number of processes and of threads. Once a network unit or a clipped ratio falls on the
+other side of its kink, such runs part, the sooner the larger the steps: at a learning rate of 1e-4 the parameters stay
+within 1e-6 for these 20 iterations, so 1e-4 leaves room for other processors.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ ITERATIONS, NUM_ENVS, NUM_STEPS = 20, 6, 16
 FLAGS = [
     *SMALL,
     *("--total-timesteps", ITERATIONS * NUM_ENVS * NUM_STEPS, "--grad-accumulation-steps", 2),
-    *("--target-kl", 3.5e-6, "--num-threads", 1),
+    *("--target-kl", 1e-6, "--learning-rate", 1e-4, "--num-threads", 1),
 ]
 SHARES = {1: [6], 2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}
 
