@@ -242,16 +242,12 @@ def main(args, on_exit):
     num_envs = args.num_envs
     rank, local_rank, world_size = process.ranks()  # [ddp] torchrun's RANK (who am I), LOCAL_RANK (which GPU is mine)
     total_num_envs = args.total_num_envs or num_envs * world_size  # [ddp]
-    args.require(
-        "total_num_envs", total_num_envs >= world_size, f"must be one for each of {world_size} processes"
-    )  # [ddp]
+    args.require("total_num_envs", total_num_envs >= world_size, f"is fewer than the {world_size} processes")  # [ddp]
     first_env, num_envs = seeding.share(total_num_envs, rank, world_size)  # [ddp]
     mine = slice(first_env, first_env + num_envs)  # [ddp] this process's environments among the job's
     if args.batch_size is not None:
         even = total_num_envs % world_size == 0  # [ddp]
-        args.require(
-            "batch_size", even, f"needs equal shares of {total_num_envs} envs on {world_size} processes"
-        )  # [ddp]
+        args.require("batch_size", even, f"needs equal shares; {total_num_envs} envs, {world_size} processes")  # [ddp]
         args.require("batch_size", args.batch_size % num_envs == 0, f"must be a multiple of the {num_envs} envs")
     num_steps = args.num_steps if args.batch_size is None else args.batch_size // num_envs
     batch_size = num_steps * total_num_envs  # [ddp] transitions of the whole job per iteration

@@ -102,8 +102,8 @@ def test_video_without_its_library(tmp_path, monkeypatch, capsys):
     "flags, says",
     [
         ("--gamma 2", "error: --gamma 2.0: must be between 0 and 1"),
-        ("--total-num-envs 1", "error: --total-num-envs 1: must be one for each of 2 processes"),
-        ("--total-num-envs 5 --batch-size 80", "error: --batch-size 80: needs equal shares of 5 envs on 2 processes"),
+        ("--total-num-envs 1", "error: --total-num-envs 1: is fewer than the 2 processes"),
+        ("--total-num-envs 5 --batch-size 80", "error: --batch-size 80: needs equal shares; 5 envs, 2 processes"),
         ("--backend nccl --no-cuda", "error: --backend nccl: needs CUDA"),
     ],
 )

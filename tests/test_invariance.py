@@ -11,8 +11,7 @@ from conftest import MULTI, ROOT, SINGLE, SMALL
 
 ITERATIONS, NUM_ENVS, NUM_STEPS = 20, 6, 16
 FLAGS = [
-    *SMALL,
-    *("--total-timesteps", ITERATIONS * NUM_ENVS * NUM_STEPS, "--grad-accumulation-steps", 2),
+    *(*SMALL, "--no-anneal-lr", "--total-num-envs", NUM_ENVS, "--grad-accumulation-steps", 2),
     *("--target-kl", 1e-6, "--learning-rate", 1e-4, "--num-threads", 1),
 ]
 SHARES = {1: [6], 2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}
@@ -23,21 +22,26 @@ def alone(tmp_path_factory):
     from conftest import Folder
 
     folder = Folder(tmp_path_factory.mktemp("alone"))
-    (record,) = folder.recorded(MULTI, "out", "--num-envs", NUM_ENVS, *FLAGS)
+    (record,) = folder.recorded(MULTI, "out", *steps(ITERATIONS), *FLAGS)
     return record
 
 
-def difference(alone, records):
-    """(actions that differ, largest difference of a parameter over all iterations and processes)."""
+def steps(iterations):
+    return "--total-timesteps", iterations * NUM_ENVS * NUM_STEPS
+
+
+def difference(alone, records, iterations=ITERATIONS):
+    """(actions that differ, largest difference of a parameter over the iterations and processes)."""
     actions = np.concatenate([r["actions"] for r in records], axis=1)
-    assert actions.shape == alone["actions"].shape == (ITERATIONS * NUM_STEPS, NUM_ENVS)
-    assert len(alone["params"]) == ITERATIONS + 1
-    return (actions != alone["actions"]).sum(), max(np.abs(r["params"] - alone["params"]).max() for r in records)
+    expected, params = alone["actions"][: iterations * NUM_STEPS], alone["params"][: iterations + 1]
+    assert actions.shape == expected.shape == (iterations * NUM_STEPS, NUM_ENVS)
+    assert len(params) == iterations + 1
+    return (actions != expected).sum(), max(np.abs(r["params"] - params).max() for r in records)
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 4])
 def test_any_number_of_processes_is_the_same_run(folder, alone, nproc):
-    records = folder.recorded(MULTI, "out", "--total-num-envs", NUM_ENVS, *FLAGS, nproc=nproc)
+    records = folder.recorded(MULTI, "out", *steps(ITERATIONS), *FLAGS, nproc=nproc)
     assert [r["actions"].shape[1] for r in records] == SHARES[nproc]
     different_actions, largest = difference(alone, records)
     assert different_actions == 0
@@ -87,8 +91,8 @@ def test_planted_faults_are_noticed(folder, alone, fault):
     (folder.path / "faulty.py").write_text(source.replace(right, wrong))
     script = str(folder.path / "faulty.py")
     nproc = 4 if "uneven" in fault else 2  # shares 2, 2, 1, 1 or 3, 3
-    records = folder.recorded(script, "out", "--total-num-envs", NUM_ENVS, *FLAGS, nproc=nproc)
-    different_actions, largest = difference(alone, records)
+    records = folder.recorded(script, "out", *steps(4), *FLAGS, nproc=nproc)
+    different_actions, largest = difference(alone, records, iterations=4)
     assert different_actions > 0 or largest > 1e-4
 
 
