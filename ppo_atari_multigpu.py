@@ -43,7 +43,7 @@ import tyro
 from torch.utils.checkpoint import checkpoint
 
 from cleanrl_utils import process, seeding
-from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, make_vector
+from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, finished_games, make_vector
 from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
 from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
 
@@ -264,8 +264,8 @@ def main(args, on_exit):
     check_wandb_login(args)
 
     device = process.pick_device(args.cuda, local_rank, args.backend, args.device_ids)  # [ddp]
-    group = process.connect(args, device, args.backend)  # [ddp] all meet, compare arguments, agree on gloo or NCCL
     on_exit.callback(process.disconnect)  # [ddp]
+    group = process.connect(args, device, args.backend)  # [ddp] all meet, compare arguments, agree on gloo or NCCL
     generator = seeding.seed_everything(args.seed, args.torch_deterministic)
 
     logger = open_logger(args, args.env_id, num_iterations * batch_size)
@@ -300,7 +300,8 @@ def main(args, on_exit):
     values = torch.zeros((num_steps, num_envs), device=device)
 
     global_step = 0  # environment steps of the whole job
-    next_obs, _ = envs.reset()
+    next_obs, infos = envs.reset()
+    games = [(global_step, *game) for game in finished_games(infos)]  # (global_step, episodic_return, episodic_length)
     next_obs = torch.as_tensor(next_obs, device=device)  # (num_envs, 4, 84, 84)
     next_done = torch.zeros(num_envs, device=device)
     clock = Stopwatch("env", "inference", "update", "allreduce")
@@ -312,7 +313,6 @@ def main(args, on_exit):
         # Rollout
         # ==============================================================================================================
         noise = gumbel((num_steps, total_num_envs, num_actions), generator)[:, mine].to(device)  # [ddp]
-        games = []  # finished in this iteration: (global_step, episodic_return, episodic_length)
         for step in range(num_steps):
             obs[step] = next_obs.movedim(1, -1)
             dones[step] = next_done  # 1 if obs[step] opens a new episode
@@ -332,8 +332,7 @@ def main(args, on_exit):
                 final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), device=device)
                 with torch.no_grad():
                     rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0]
-            for e in np.flatnonzero(infos.get("_games", False)):  # games that ended since the last step
-                games += [(global_step, *game) for game in infos["games"][e]]
+            games += [(global_step, *game) for game in finished_games(infos)]
             clock.lap("env")
 
         with torch.no_grad():
@@ -407,7 +406,6 @@ def main(args, on_exit):
                 dist.all_reduce(approx_kl, group=group)  # [ddp] so that all leave together
                 if approx_kl > args.target_kl:
                     break
-        clock.lap("update")
 
         # ==============================================================================================================
         # Logging
@@ -422,6 +420,7 @@ def main(args, on_exit):
         totals = torch.cat([totals, param_sums])  # [ddp]
         dist.all_reduce(totals, group=group)  # [ddp]
         totals = totals.tolist()
+        clock.lap("update")
         if not np.isfinite(totals).all():
             raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
 
@@ -439,6 +438,7 @@ def main(args, on_exit):
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics |= {f"time/{part}": share for part, share in clock.shares().items()}
         logger.games(games)
+        games = []
         logger.metrics(metrics, global_step)
 
     logger.final(global_step, param_sum)

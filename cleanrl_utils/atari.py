@@ -250,6 +250,11 @@ def make_vector(thunks: Sequence[Callable[[], gym.Env]], kind: str) -> SyncVecto
     return AsyncVectorEnv(workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+def finished_games(infos: dict[str, Any]) -> list[tuple[float, int]]:
+    """(episodic_return, episodic_length) of the games that ended in this step or reset of a vector, by environment."""
+    return [game for e in np.flatnonzero(infos.get("_games", False)) for game in infos["games"][e]]
+
+
 class _Worker:
     """Builds an environment in a worker process that leaves Ctrl-C to its parent and does not outlive it."""
 

@@ -46,12 +46,13 @@ class Logger(NullLogger):
         self._wandb = _start_wandb(args, self.run_name) if args.track else None
         from torch.utils.tensorboard import SummaryWriter  # here: takes as long to import as torch
 
-        self._writer = SummaryWriter(folder)
+        self._writer = SummaryWriter(folder, flush_secs=10)
         rows = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
         self._progress = _Bar(total_timesteps) if sys.stderr.isatty() else _Lines(total_timesteps)
         self._returns: deque[float] = deque(maxlen=100)
         self._videos_sent: set[str] = set()
+        self._step = 0
         print(f"run: {folder}", file=sys.stderr)
         self._start = time.monotonic()
 
@@ -63,6 +64,7 @@ class Logger(NullLogger):
 
     def metrics(self, metrics: Mapping[str, float], global_step: int) -> None:
         sps = global_step / max(time.monotonic() - self._start, 1e-9)
+        self._step = global_step
         self._write({**metrics, "charts/SPS": sps}, global_step)
         self._send_videos()
         mean = f"{np.mean(self._returns):.1f}" if self._returns else "-"
@@ -87,7 +89,7 @@ class Logger(NullLogger):
             for file in files if finished else files[:-1]:
                 if file not in self._videos_sent:
                     self._videos_sent.add(file)
-                    self._wandb.log({"videos": wandb.Video(file, format="mp4")})
+                    self._wandb.log({"videos": wandb.Video(file, format="mp4"), "global_step": self._step})
 
     def close(self) -> None:
         self._progress.close()

@@ -103,6 +103,10 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     The processes meet over gloo and compare their arguments and devices: a difference is an error on all of them.
     Then they use NCCL on all (each has a GPU of its own) or on none. Without torchrun the job is this process.
     """
+    # Now, since the optimizer imports it anyway: its functions' defaults keep the default group of that moment. A group
+    # that outlives `disconnect` has threads at the interpreter's end, and these now and then abort the process.
+    import torch.distributed.nn.functional  # noqa: F401
+
     timeout = timedelta(minutes=5)
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)

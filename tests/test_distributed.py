@@ -249,6 +249,20 @@ def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
     assert done.stderr.count("error: ") == 1 and "error: iteration 2: " in done.stderr and "finite" in done.stderr
 
 
+def test_the_group_is_gone_before_the_interpreter_ends(folder):
+    """gloo's threads, if they are still there at the interpreter's end, now and then abort the process."""
+    (folder.path / "watched.py").write_text(
+        "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import ppo_atari_multigpu as script\n"
+        "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in open(f'/proc/self/task/{t}/comm').read()]\n"
+        "def disconnect(): before = gloo(); original(); print('threads:', len(before) > 0, len(gloo()), flush=True)\n"
+        "original, script.process.disconnect = script.process.disconnect, disconnect\n"
+        "script.process.run(script.main, script.Args, 'watched.py')\n"
+    )
+    done = folder.run(command(str(folder.path / "watched.py"), ROOT, *TINY, nproc=2))
+    assert done.stdout.count("threads: True 0") == 2, done.stdout
+
+
 def test_no_warnings(folder):
     done = folder.run(command(MULTI, *TINY, nproc=2))
     quiet = [line for line in done.stderr.splitlines() if line and "torch/distributed/run.py" not in line]
