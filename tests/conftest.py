@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 sys.path.insert(0, str(ROOT))  # the tests import the scripts
+os.environ["OMP_NUM_THREADS"] = "1"  # two workers of pytest share the cores; torch reads it when a test imports it
 
 SINGLE, MULTI = "ppo_atari.py", "ppo_atari_multigpu.py"
 SMALL = ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
@@ -23,9 +24,9 @@ SMALL = ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
 
 def environment(**more):
     """This process's environment without what torchrun or a user's settings would add."""
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "WANDB_", "MASTER_", "TORCHELASTIC_", "FAULT")
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_", "MASTER_", "TORCHELASTIC_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+    return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **more}
 
 
 def command(script, *flags, nproc=None):

@@ -180,7 +180,7 @@ class Spy:
 def test_every_finished_game_is_reported_once(kind):
     """Short time limits; each new game but the first of an environment follows on a finished one. Some end inside a
     reset: their length is 0."""
-    limits, spies = [12, 20, 36, 64], []
+    limits, spies = [24, 34, 38, 64], []
 
     def make(seed, limit):
         def thunk():
@@ -194,20 +194,20 @@ def test_every_finished_game_is_reported_once(kind):
     envs = make_vector([make(seed, limit) for seed, limit in enumerate(limits)], kind)
     _, infos = envs.reset()
     envs.action_space.seed(0)
-    games = list(finished_games(infos))
-    by_env = [0, 0, 0, 0]
+    games, by_env = [], [0, 0, 0, 0]
     for _ in range(400):
-        *_, infos = envs.step(envs.action_space.sample())
         games += finished_games(infos)
         for e in np.flatnonzero(infos.get("_games", False)):
             by_env[e] += len(infos["games"][e])
-            assert all(length <= limits[e] / 4 for _, length in infos["games"][e])
+            assert all(length <= -(-limits[e] // 4) for _, length in infos["games"][e])
+        *_, infos = envs.step(envs.action_space.sample())
     if kind == "sync":  # in worker processes the spies are out of reach; the games must be the same
         finished = [sum(spy.over_before) for spy in spies[-4:]]
         assert all(spy.begun == 1 + n for spy, n in zip(spies[-4:], finished, strict=True)), (
             "only finished games are followed"
         )
-        assert sum(finished) == len(games) and by_env == finished
+        last = [len(infos["games"][e]) if e in np.flatnonzero(infos.get("_games", False)) else 0 for e in range(4)]
+        assert [n + m for n, m in zip(by_env, last, strict=True)] == finished and sum(by_env) == len(games)
     envs.close()
     assert len(games) >= 200
     assert sum(length == 0 for _, length in games) >= 3

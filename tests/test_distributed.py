@@ -254,7 +254,8 @@ def test_the_group_is_gone_before_the_interpreter_ends(folder):
     (folder.path / "watched.py").write_text(
         "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
         "import ppo_atari_multigpu as script\n"
-        "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in open(f'/proc/self/task/{t}/comm').read()]\n"
+        "def name(thread): return open(f'/proc/self/task/{thread}/comm').read()\n"
+        "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in name(t)]\n"
         "def disconnect(): before = gloo(); original(); print('threads:', len(before) > 0, len(gloo()), flush=True)\n"
         "original, script.process.disconnect = script.process.disconnect, disconnect\n"
         "script.process.run(script.main, script.Args, 'watched.py')\n"
