@@ -3,7 +3,6 @@
 import ctypes
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -105,25 +104,28 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     """
     # Now, since the optimizer imports it anyway: its functions' defaults keep the default group of that moment. A group
     # that outlives `disconnect` has threads at the interpreter's end, and these now and then abort the process.
-    import torch.distributed.nn.functional  # noqa: F401
+    import torch.distributed.nn.functional
 
     timeout = timedelta(minutes=5)
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mine = (vars(args), device.type, (socket.gethostname(), str(device)))
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""  # also between containers
+    mine = (vars(args), device.type, gpu)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for rank, (other, device_type, _) in enumerate(everyone):
         for name, value in everyone[0][0].items():
-            if other.get(name) != value:
+            if other.get(name) != value and name != "device_ids":  # these are each machine's own
                 flag = name.replace("_", "-")
                 raise UsageError(f"--{flag}: process 0 was started with {value}, process {rank} with {other.get(name)}")
         if device_type != everyone[0][1]:
             raise UsageError(f"process 0 runs on {everyone[0][1]}, process {rank} on {device_type}; add --no-cuda")
-    apart = len({place for _, _, place in everyone}) == len(everyone)
-    if device.type == "cuda" and apart and backend != "gloo" and dist.is_nccl_available() and len(everyone) > 1:
+    apart = len({gpu for _, _, gpu in everyone}) == len(everyone)
+    if backend == "nccl" and not apart:
+        raise UsageError("--backend nccl: each process needs a GPU of its own; use gloo")
+    if device.type == "cuda" and apart and backend != "gloo" and dist.is_nccl_available():
         return dist.new_group(backend="nccl", timeout=timeout, device_id=device)
     return None
 
