@@ -49,11 +49,11 @@ class Logger(NullLogger):
         self._writer = SummaryWriter(folder, flush_secs=10)
         rows = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+        print(f"run: {folder}", file=sys.stderr)
         self._progress = _Bar(total_timesteps) if sys.stderr.isatty() else _Lines(total_timesteps)
         self._returns: deque[float] = deque(maxlen=100)
         self._videos_sent: set[str] = set()
         self._step = 0
-        print(f"run: {folder}", file=sys.stderr)
         self._start = time.monotonic()
 
     def games(self, games: Iterable[tuple[int, float, int]]) -> None:
@@ -150,10 +150,12 @@ def _start_wandb(args: RunArgs, run_name: str) -> Any:
 class _Bar:
     """A progress bar, for a terminal."""
 
+    FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
     def __init__(self, total: int):
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, unit="step", smoothing=0.05, dynamic_ncols=True)
+        self._bar = tqdm(total=total, dynamic_ncols=True, bar_format=self.FORMAT)
 
     def show(self, global_step: int, sps: float, mean_return: str) -> None:
         self._bar.set_postfix_str(f"SPS {sps:.0f}, mean return {mean_return}", refresh=False)
