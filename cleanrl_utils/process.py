@@ -162,7 +162,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
-            time.sleep(5)  # torchrun ends all at the first exit: rank 0 has to speak before
+            time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
