@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from cleanrl_utils.config import Fault, RunArgs, UsageError, check_run_args, parse, require
+from cleanrl_utils.config import Fault, RunArgs, UsageError, check_run_args, flag_name, parse, require
 
 
 def ranks() -> tuple[int, int, int]:
@@ -118,8 +118,8 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     for rank, (other, device_type, _) in enumerate(everyone):
         for name, value in everyone[0][0].items():
             if other.get(name) != value and name != "device_ids":  # these are each machine's own
-                flag = name.replace("_", "-")
-                raise UsageError(f"--{flag}: process 0 was started with {value}, process {rank} with {other.get(name)}")
+                started = f"process 0 was started with {value}, process {rank} with {other.get(name)}"
+                raise UsageError(f"{flag_name(name)}: {started}")
         if device_type != everyone[0][1]:
             raise UsageError(f"process 0 runs on {everyone[0][1]}, process {rank} on {device_type}; add --no-cuda")
     apart = len({gpu for _, _, gpu in everyone}) == len(everyone)
