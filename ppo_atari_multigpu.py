@@ -44,12 +44,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cleanrl_utils import process, seeding
 from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, finished_games, make_vector
+from cleanrl_utils.checkpoint import load_checkpoint, load_weights, make_run_folder, restore_random, save_checkpoint
 from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
 from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
 
-# ======================================================================================================================
-# Config
-# ======================================================================================================================
+# === Config ===========================================================================================================
 envs_or_total = tyro.conf.create_mutex_group(required=False)  # [ddp]
 steps_or_batch = tyro.conf.create_mutex_group(required=False)
 
@@ -108,9 +107,7 @@ class Args(RunArgs):
     """end the iteration's epochs when its mean approx_kl exceeds this"""
 
 
-# ======================================================================================================================
-# Environment
-# ======================================================================================================================
+# === Environment ======================================================================================================
 def make_env(
     env_id,
     seed,
@@ -145,9 +142,7 @@ def make_env(
     return thunk
 
 
-# ======================================================================================================================
-# Agent
-# ======================================================================================================================
+# === Agent ============================================================================================================
 def layer_init(layer, std=2**0.5, bias_const=0.0):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
@@ -207,9 +202,7 @@ def gumbel(shape, generator=None):
     return -torch.empty(shape).exponential_(generator=generator).log()
 
 
-# ======================================================================================================================
-# Advantages
-# ======================================================================================================================
+# === Advantages =======================================================================================================
 def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16).
 
@@ -236,11 +229,13 @@ def learning_rate(args, iteration, num_iterations):
 
 def main(args, on_exit):
     """Train. `process.run` closes what is registered on `on_exit`, however the run ends."""
-    # ==================================================================================================================
-    # Setup
-    # ==================================================================================================================
-    num_envs = args.num_envs
+    # === Setup ========================================================================================================
     rank, local_rank, world_size = process.ranks()  # [ddp] torchrun's RANK (who am I), LOCAL_RANK (which GPU is mine)
+    device = process.pick_device(args.cuda, local_rank, args.backend, args.device_ids)  # [ddp]
+    on_exit.callback(process.disconnect)  # [ddp]
+    group = process.connect(args, device, args.backend)  # [ddp] all meet, compare arguments, agree on gloo or NCCL
+    args, saved = load_checkpoint(args)  # saved: {} in a new run
+    num_envs = args.num_envs
     total_num_envs = args.total_num_envs or num_envs * world_size  # [ddp]
     args.require("total_num_envs", total_num_envs >= world_size, f"is fewer than the {world_size} processes")  # [ddp]
     first_env, num_envs = seeding.share(total_num_envs, rank, world_size)  # [ddp]
@@ -263,17 +258,11 @@ def main(args, on_exit):
     check_game(args)
     check_wandb_login(args)
 
-    device = process.pick_device(args.cuda, local_rank, args.backend, args.device_ids)  # [ddp]
-    on_exit.callback(process.disconnect)  # [ddp]
-    group = process.connect(args, device, args.backend)  # [ddp] all meet, compare arguments, agree on gloo or NCCL
     generator = seeding.seed_everything(args.seed, args.torch_deterministic)
 
-    logger = open_logger(args, args.env_id, num_iterations * batch_size)
+    run_name = make_run_folder(args, args.env_id)
+    logger = open_logger(args, run_name, num_iterations * batch_size, saved)
     on_exit.callback(logger.close)
-    run_name = logger.run_name
-    run_names = [run_name]  # [ddp]
-    dist.broadcast_object_list(run_names, src=0)  # [ddp]
-    run_name = run_names[0]  # [ddp]
     seeds = enumerate(seeding.env_seeds(args.seed, first_env, num_envs), first_env)  # [ddp]
     thunks = [make_env(args.env_id, s, args.capture_video and e == 0, run_name) for e, s in seeds]
     envs = make_vector(thunks, args.vector_env)
@@ -284,6 +273,8 @@ def main(args, on_exit):
     for tensor in agent.state_dict().values():  # [ddp] all start from rank 0's weights
         dist.broadcast(tensor, src=0, group=group)  # [ddp]
     agent.to(memory_format=torch.channels_last)
+    if "agent" in saved:
+        load_weights(agent, saved["agent"])
     params = list(agent.parameters())
     optimizer = optim.Adam(params, lr=args.learning_rate, eps=1e-5, fused=True)  # eps: baselines' value
     # Every parameter's grad is a view of this buffer, so that one operation clears, clips or sums the gradient.
@@ -294,24 +285,30 @@ def main(args, on_exit):
     c, h, w = envs.single_observation_space.shape
     obs = torch.zeros((num_steps, num_envs, h, w, c), dtype=torch.uint8, device=device)  # channels last
     actions = torch.zeros((num_steps, num_envs), dtype=torch.long, device=device)
-    logprobs = torch.zeros((num_steps, num_envs), device=device)
-    rewards = torch.zeros((num_steps, num_envs), device=device)
-    dones = torch.zeros((num_steps, num_envs), device=device)
-    values = torch.zeros((num_steps, num_envs), device=device)
+    logprobs, rewards, dones, values = torch.zeros((4, num_steps, num_envs), device=device).unbind()
 
-    global_step = 0  # environment steps of the whole job
-    next_obs, infos = envs.reset()
+    first_iteration = saved.get("iteration", 0) + 1
+    global_step = saved.get("global_step", 0)  # environment steps of the whole job
+    if "envs" in saved:  # go on where the checkpoint was written
+        optimizer.load_state_dict(saved["optimizer"])
+        generator.set_state(saved["generator"])
+        states, next_obs, next_done = zip(*saved["envs"][mine], strict=True)  # [ddp]
+        envs.set_attr("state", states)
+        next_obs, infos = np.stack(next_obs), {}
+        restore_random(saved["random"])
+    else:
+        next_obs, infos = envs.reset()
+        next_done = np.zeros(num_envs)
     games = [(global_step, *game) for game in finished_games(infos)]  # (global_step, episodic_return, episodic_length)
     next_obs = torch.as_tensor(next_obs, device=device)  # (num_envs, 4, 84, 84)
-    next_done = torch.zeros(num_envs, device=device)
-    clock = Stopwatch("env", "inference", "update", "allreduce")
+    next_done = torch.as_tensor(next_done, dtype=torch.float32, device=device)
+    clock = Stopwatch("env", "inference", "update", "allreduce", "checkpoint")
+    stop_signal = process.StopSignal()
 
-    for iteration in range(1, num_iterations + 1):
+    for iteration in range(first_iteration, num_iterations + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(args, iteration, num_iterations)
 
-        # ==============================================================================================================
-        # Rollout
-        # ==============================================================================================================
+        # === Rollout ==================================================================================================
         noise = gumbel((num_steps, total_num_envs, num_actions), generator)[:, mine].to(device)  # [ddp]
         for step in range(num_steps):
             obs[step] = next_obs.movedim(1, -1)
@@ -339,9 +336,7 @@ def main(args, on_exit):
             next_value = agent.get_value(next_obs)[:, 0]
         advantages, returns = compute_gae(rewards, values, dones, next_value, next_done, args.gamma, args.gae_lambda)
 
-        # ==============================================================================================================
-        # Update: change the objective here; only the mb_* tensors are needed
-        # ==============================================================================================================
+        # === Update: change the objective here; only the mb_* tensors are needed ======================================
         b_obs = obs.flatten(0, 1)  # (num_steps, num_envs, 84, 84, 4) -> (batch, 84, 84, 4); row t * num_envs + e
         b_actions, b_logprobs = actions.flatten(), logprobs.flatten()
         b_advantages, b_returns, b_values = advantages.flatten(), returns.flatten(), values.flatten()
@@ -407,16 +402,14 @@ def main(args, on_exit):
                 if approx_kl > args.target_kl:
                     break
 
-        # ==============================================================================================================
-        # Logging
-        # ==============================================================================================================
-        param_sum = sum(p.detach().double().sum() for p in params)
+        # === Logging ==================================================================================================
         b_errors = (b_returns - b_values).double()
         b_returns = b_returns.double()
         sums = [b_returns.sum(), b_returns.square().sum(), b_errors.sum(), b_errors.square().sum()]
+        sums.append(torch.tensor(float(stop_signal.asked), device=device))
         totals = torch.cat([loss_sums.double() / updates, torch.stack(sums)])
         param_sums = torch.zeros(world_size, dtype=torch.float64, device=device)  # [ddp]
-        param_sums[rank] = param_sum  # [ddp]
+        param_sums[rank] = sum(p.detach().double().sum() for p in params)  # [ddp]
         totals = torch.cat([totals, param_sums])  # [ddp]
         dist.all_reduce(totals, group=group)  # [ddp]
         totals = totals.tolist()
@@ -424,11 +417,9 @@ def main(args, on_exit):
         if not np.isfinite(totals).all():
             raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
 
-        if max(totals[10:]) - min(totals[10:]) > 1e-6 * abs(totals[10]):  # [ddp]
-            raise Fault(f"iteration {iteration}: the processes' weights have parted: sums {totals[10:]}")  # [ddp]
-        games_of_all = [None] * world_size  # [ddp]
-        dist.all_gather_object(games_of_all, games)  # [ddp]
-        games = [game for part in games_of_all for game in part]  # [ddp]
+        if max(totals[11:]) - min(totals[11:]) > 1e-6 * abs(totals[11]):  # [ddp]
+            raise Fault(f"iteration {iteration}: the processes' weights have parted: sums {totals[11:]}")  # [ddp]
+        games = process.gather(games)  # [ddp] of all processes
 
         loss_names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
         metrics = {f"losses/{name}": total for name, total in zip(loss_names, totals[:6], strict=True)}
@@ -441,7 +432,20 @@ def main(args, on_exit):
         games = []
         logger.metrics(metrics, global_step)
 
-    logger.final(global_step, param_sum)
+        stop = totals[10] > 0 and iteration < num_iterations  # some process got SIGTERM or SIGINT: all leave here
+        if stop or iteration == num_iterations or iteration % (args.checkpoint_every or num_iterations) == 0:
+            env_states = list(zip(envs.get_attr("state"), next_obs.cpu(), next_done.tolist(), strict=True))
+            state = {
+                "agent": agent.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "generator": generator.get_state(),
+            }
+            save_checkpoint(args, logger, iteration, global_step, env_states, state)
+            clock.lap("checkpoint")
+        if stop:
+            raise process.Stopped(f"after iteration {iteration}; --resume --run-name {run_name} continues")
+
+    logger.final(global_step, sum(p.detach().double().sum() for p in params))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from cleanrl_utils.process import die_with_parent
+from cleanrl_utils.process import STOP_SIGNALS, die_with_parent
 
 gym.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
@@ -46,6 +47,8 @@ class AtariGame(gym.Wrapper):
     reset's info has `games`, a list of (episodic_return, episodic_length), the raw score over all lives and the
     agent's steps. A game cut off by an explicit new one is not finished.
     """
+
+    STATE = ("_pending_seed", "_lives", "_life_lost", "_games", "_return", "_length")  # with what `state` lists
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class AtariGame(gym.Wrapper):
         self._pending_seed = seed
         self._frames = np.empty((2, *self.env.ale.getScreenDims()), np.uint8)  # the last two of the skip
         self._stack = np.zeros(self.observation_space.shape, np.uint8)
+        self._asked = self._actions[NOOP]  # the action of the last step
         self._lives = 0
         self._life_lost = False  # the last step ended an episode, but not the game
         self._games: list[tuple[float, int]] = []  # finished, not yet reported
@@ -127,8 +131,9 @@ class AtariGame(gym.Wrapper):
     def _skip(self, action: int) -> tuple[float, bool, bool]:
         """Repeat an action; afterwards `_frames[0]` is the max over the skip's last two frames."""
         ale, reward, read = self.env.ale, 0.0, 0
+        self._asked = self._actions[action]
         for t in range(self.frame_skip):
-            reward += ale.act(self._actions[action])
+            reward += ale.act(self._asked)
             over = ale.game_over()  # terminated or truncated
             if over or t >= self.frame_skip - 2:
                 ale.getScreenGrayscale(self._frames[read])
@@ -174,6 +179,70 @@ class AtariGame(gym.Wrapper):
     def _screen(self) -> np.ndarray:
         return cv2.resize(self._frames[0], (self.screen_size, self.screen_size), interpolation=cv2.INTER_AREA)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the run depends on, incl. the emulator's and numpy's generators (about 45 KB).
+
+        Setting it on another `AtariGame` of the same arguments makes that one go on from here, without a reset.
+        """
+        return {
+            "last_action": self._last_action(),
+            "emulator": self._emulator(),
+            "generators": [generator.bit_generator.state for generator in self._generators()],
+            "stack": torch.from_numpy(self._stack.copy()),
+            "recorder": self.recorder.position if self.recorder else None,
+            **{name: getattr(self, name) for name in self.STATE},
+        }
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        emulator = ale_py.ALEState.__new__(ale_py.ALEState)
+        emulator.__setstate__(state["emulator"])
+        self._press(state["last_action"])
+        self.env.ale.restoreState(emulator)
+        for generator, value in zip(self._generators(), state["generators"], strict=True):
+            generator.bit_generator.state = value
+        self._stack[:] = state["stack"].numpy()
+        if self.recorder and state["recorder"]:
+            self.recorder.position = state["recorder"]
+        for name in self.STATE:
+            setattr(self, name, state[name])
+
+    def _emulator(self) -> bytes:
+        return self.env.ale.cloneState(include_rng=True).__getstate__()
+
+    def _press(self, action: int) -> None:
+        """Make `action` the one that a sticky next frame repeats: play it until it surely was not dropped itself."""
+        for _ in range(40):
+            self.env.ale.act(action)
+
+    def _last_action(self) -> int:
+        """The action that a sticky next frame repeats, which the emulator's state lacks and no call tells.
+
+        Several frames played from here show which one it is, or that it makes no difference. The emulator is then
+        put back.
+        """
+        ale = self.env.ale
+        if ale.getFloat("repeat_action_probability") == 0:
+            return ale_py.Action.NOOP.value
+        here = ale.cloneState(include_rng=True)
+
+        def future() -> list[bytes]:
+            return [self._emulator() for _ in range(12) if ale.act(NOOP) is not None]
+
+        truth = future()
+        for action in (self._asked, *self._actions):
+            self._press(action)
+            ale.restoreState(here)
+            if future() == truth:
+                break
+        self._press(action)
+        ale.restoreState(here)
+        return action.value
+
+    def _generators(self) -> list[np.random.Generator]:
+        return [source.np_random for source in (self.env, self.action_space, self.observation_space)]
+
     def close(self) -> None:
         if self.recorder:
             self.recorder.close()
@@ -184,7 +253,8 @@ class VideoRecorder:
     """H.264 files `folder/rl-video-episode-N.mp4` of games 0, 1, 8, 27, ..., 729, then every 1000th.
 
     Frames go straight to the encoder, so memory does not grow. A file is cut into fragments, so that it plays
-    even if the process was killed. `max_frames` caps its length.
+    even if the process was killed. `max_frames` caps its length. A resumed run continues a game at frame F of its
+    file in `rl-video-episode-N-from-F.mp4`.
     """
 
     FPS = 15  # the emulator's 60 frames a second, 4 to an agent step
@@ -192,13 +262,23 @@ class VideoRecorder:
     def __init__(self, folder: str, max_frames: int = 10 * 60 * FPS):
         self.folder, self.max_frames = folder, max_frames
         self.game = -1
-        self._frames = 0
+        self._frames = self._first_frame = 0
         self._writer: Any = None
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(number of the game, frames of it so far); set it to continue there."""
+        return self.game, self._frames
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        self.game, self._frames = position
+        self._first_frame = self._frames
 
     def new_game(self) -> None:
         self.close()
         self.game += 1
-        self._frames = 0
+        self._frames = self._first_frame = 0
 
     def wanted(self) -> bool:
         return round(self.game ** (1 / 3)) ** 3 == self.game if self.game < 1000 else self.game % 1000 == 0
@@ -211,8 +291,9 @@ class VideoRecorder:
             import imageio_ffmpeg
 
             os.makedirs(self.folder, exist_ok=True)
+            part = f"-from-{self._first_frame}" if self._first_frame else ""
             self._writer = imageio_ffmpeg.write_frames(
-                f"{self.folder}/rl-video-episode-{self.game}.mp4",
+                f"{self.folder}/rl-video-episode-{self.game}{part}.mp4",
                 (rgb.shape[1], rgb.shape[0]),
                 fps=self.FPS,
                 macro_block_size=2,  # keeps 160x210 as it is
@@ -256,13 +337,14 @@ def finished_games(infos: dict[str, Any]) -> list[tuple[float, int]]:
 
 
 class _Worker:
-    """Builds an environment in a worker process that leaves Ctrl-C to its parent and does not outlive it."""
+    """Builds an environment in a worker process that leaves signals to its parent and does not outlive it."""
 
     def __init__(self, thunk: Callable[[], gym.Env]):
         self.thunk = thunk
 
     def __call__(self) -> gym.Env:
         if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             die_with_parent()
         return self.thunk()

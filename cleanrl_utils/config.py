@@ -53,6 +53,14 @@ class RunArgs:
     """Weights & Biases entity (team)"""
     capture_video: bool = False
     """record games 0, 1, 8, 27, ... of environment 0 to videos/ (needs the `video` extra)"""
+    resume: bool = False
+    """continue the run --run-name from its newest checkpoint, bit for bit, or start it where it has none"""
+    init_from: str | None = None
+    """start a new run with the weights of this checkpoint: a file, or a folder for its newest"""
+    checkpoint_every: NonNegative[int] = 50
+    """iterations between checkpoints of the whole job, of which the newest 3 are kept; 0: only when the run ends"""
+    checkpoint_dir: str = "runs"
+    """checkpoints are in {checkpoint_dir}/{run_name}/; a folder, or a URL such as s3://bucket/folder (`s3` extra)"""
 
     def require(self, field: str, holds: bool, rule: str) -> None:
         """Usage error naming the field's flag, its value and the rule, unless the rule holds."""
@@ -106,7 +114,7 @@ def _ranges(hint: Any) -> list[Range]:
 def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
     """`--track True` was right in older scripts: say what is right now."""
     booleans = {flag_name(f.name) for f in dataclasses.fields(args_class) if f.type is bool}
-    for word, following in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
         flag, _, value = word.replace("_", "-").partition("=")
         value = value or following
         if flag in booleans and not value.startswith("-"):
@@ -130,8 +138,10 @@ def check_run_args(args: RunArgs) -> None:
     if args.run_name is not None:
         plain = args.run_name and not os.path.isabs(args.run_name) and ".." not in args.run_name.split("/")
         require(bool(plain), "--run-name", repr(args.run_name), "must be a name for a folder inside runs/")
-        exists = os.path.exists(f"runs/{args.run_name}")
-        require(not exists, "--run-name", args.run_name, f"runs/{args.run_name} exists; choose another name")
+    require(args.run_name is not None or not args.resume, "--resume", "", "needs the --run-name of the run to continue")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    rule = "needs --run-name, by which restarted processes find their run"
+    require(args.run_name is not None or restarts == "0", "--max-restarts", restarts, rule)
     if args.capture_video:
         found = importlib.util.find_spec("imageio_ffmpeg") is not None
         require(found, "--capture-video", "", "needs imageio-ffmpeg: pip install 'cleanrl-distributed[video]'")

@@ -20,6 +20,9 @@ class NullLogger:
 
     run_name = ""
 
+    def say(self, line: str) -> None:
+        """Show a line beside the progress display."""
+
     def games(self, games: Iterable[tuple[int, float, int]]) -> None:
         """Log finished games, each (global_step at its end, episodic_return, episodic_length)."""
 
@@ -29,32 +32,49 @@ class NullLogger:
     def final(self, global_step: int, param_sum: float) -> None:
         """Say that the run is done: steps, and the sum of all parameters, by which runs can be compared."""
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, so that the logs of a continued run go on."""
+        return {}
+
+    def flush(self) -> None:
+        """Write to the disk what is pending."""
+
     def close(self) -> None:
-        """Write out what is pending."""
+        """End the logs."""
 
 
 class Logger(NullLogger):
-    """Makes the run folder, writes TensorBoard's event file to it, and W&B's with `--track`.
+    """Writes TensorBoard's event file to the run's folder, and W&B's with `--track`.
 
     The tags are CleanRL's. `charts/SPS` is added to each iteration's metrics: steps of the whole job since this
     start, by the seconds since then. W&B gets the same numbers with `global_step` as the axis.
+
+    A run that continues from step S drops what was logged after S: TensorBoard by its `purge_step`; W&B online since
+    its rows are numbered, and those that the server has are not taken again.
     """
 
-    def __init__(self, args: RunArgs, env_id: str, total_timesteps: int):
-        self.run_name = _make_run_folder(args, env_id)
-        folder = f"runs/{self.run_name}"
-        self._wandb = _start_wandb(args, self.run_name) if args.track else None
+    SLOW = 20.0  # seconds of an iteration, since torchrun, Kubernetes and Docker give 30 to end
+
+    def __init__(self, args: RunArgs, run_name: str, total_timesteps: int, saved: Mapping[str, Any]):
+        self.run_name, self._step = run_name, saved.get("global_step", 0)
+        before = saved.get("logger", {"returns": [], "rows": 0, "wandb_id": None})
+        self._returns: deque[float] = deque(before["returns"], maxlen=100)
+        self._rows = before["rows"]  # sent to W&B
+        self._wandb = _start_wandb(args, run_name, before["wandb_id"]) if args.track else None
         from torch.utils.tensorboard import SummaryWriter  # here: takes as long to import as torch
 
-        self._writer = SummaryWriter(folder, flush_secs=10)
+        folder = f"runs/{run_name}"
+        self._writer = SummaryWriter(folder, flush_secs=10, purge_step=self._step + 1 if self._step else 0)
         rows = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-        self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        print(f"run: {folder}", file=sys.stderr)
-        self._progress = _Bar(total_timesteps) if sys.stderr.isatty() else _Lines(total_timesteps)
-        self._returns: deque[float] = deque(maxlen=100)
+        self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self._step)
+        print(f"run: {folder}{f', from step {self._step}' if self._step else ''}", file=sys.stderr)
+        progress = _Bar if sys.stderr.isatty() else _Lines
+        self._progress = progress(total_timesteps, self._step)
         self._videos_sent: set[str] = set()
-        self._step = 0
-        self._start = time.monotonic()
+        self._first_step, self._start = self._step, time.monotonic()
+
+    def say(self, line: str) -> None:
+        self._progress.say(line)
 
     def games(self, games: Iterable[tuple[int, float, int]]) -> None:
         # in the order of the steps, and within a step of the environments, as they came
@@ -63,7 +83,10 @@ class Logger(NullLogger):
             self._write({"charts/episodic_return": episodic_return, "charts/episodic_length": episodic_length}, step)
 
     def metrics(self, metrics: Mapping[str, float], global_step: int) -> None:
-        sps = global_step / max(time.monotonic() - self._start, 1e-9)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        sps = (global_step - self._first_step) / seconds
+        if self._step == self._first_step and seconds > self.SLOW:
+            self.say(f"notice: an iteration takes {seconds:.0f} s, and what ends a job may kill it after 30 s")
         self._step = global_step
         self._write({**metrics, "charts/SPS": sps}, global_step)
         self._send_videos()
@@ -78,10 +101,11 @@ class Logger(NullLogger):
         for tag, value in metrics.items():
             self._writer.add_scalar(tag, value, step)
         if self._wandb:
-            self._wandb.log({**metrics, "global_step": step})
+            self._wandb.log({**metrics, "global_step": step}, step=self._rows)
+        self._rows += 1
 
     def _send_videos(self, finished: bool = False) -> None:
-        """To W&B, once each. The newest may still be growing, until the environments are closed."""
+        """To W&B, once each, in the latest row. The newest may still be growing, until the environments are closed."""
         if self._wandb:
             import wandb
 
@@ -89,7 +113,17 @@ class Logger(NullLogger):
             for file in files if finished else files[:-1]:
                 if file not in self._videos_sent:
                     self._videos_sent.add(file)
-                    self._wandb.log({"videos": wandb.Video(file, format="mp4"), "global_step": self._step})
+                    self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
+
+    def state(self) -> dict[str, Any]:
+        wandb_id = self._wandb.id if self._wandb else None
+        return {"returns": list(self._returns), "rows": self._rows, "wandb_id": wandb_id}
+
+    def flush(self) -> None:
+        self._writer.flush()
+        for path in glob.glob(f"runs/{glob.escape(self.run_name)}/events*"):
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())  # of the file, whoever wrote it
 
     def close(self) -> None:
         self._progress.close()
@@ -99,26 +133,9 @@ class Logger(NullLogger):
             self._wandb.finish()
 
 
-def open_logger(args: RunArgs, env_id: str, total_timesteps: int) -> NullLogger:
-    """The job's one logger, in the process of rank 0; a `NullLogger` in the others."""
-    return Logger(args, env_id, total_timesteps) if ranks()[0] == 0 else NullLogger()
-
-
-def _make_run_folder(args: RunArgs, env_id: str) -> str:
-    """A folder that is this run's alone, also if another job starts in the same second."""
-    second = int(time.time())
-    while True:
-        # the slash of ALE/Pong-v5 would be a folder in runs/
-        name = args.run_name or f"{env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{second}"
-        try:
-            os.makedirs(f"runs/{name}")
-            return name
-        except FileExistsError:
-            if args.run_name:
-                raise UsageError(f"--run-name {name}: runs/{name} exists; choose another name") from None
-            second += 1
-        except OSError as error:
-            raise UsageError(f"can't make runs/{name} in {os.getcwd()}: {error.strerror}") from None
+def open_logger(args: RunArgs, run_name: str, total_timesteps: int, saved: Mapping[str, Any]) -> NullLogger:
+    """The job's one logger, in the process of rank 0; a `NullLogger` in the others. `saved`: of `load_checkpoint`."""
+    return Logger(args, run_name, total_timesteps, saved) if ranks()[0] == 0 else NullLogger()
 
 
 def check_wandb_login(args: RunArgs) -> None:
@@ -132,10 +149,12 @@ def check_wandb_login(args: RunArgs) -> None:
             raise UsageError(f"--track: {str(error).splitlines()[0]}; or set WANDB_MODE=offline") from None
 
 
-def _start_wandb(args: RunArgs, run_name: str) -> Any:
+def _start_wandb(args: RunArgs, run_name: str, run_id: str | None) -> Any:
     import wandb
 
     run = wandb.init(
+        id=run_id,  # else WANDB_RUN_ID, else a new one
+        resume="allow" if os.environ.get("WANDB_MODE", "online") == "online" else None,
         project=args.wandb_project_name,
         entity=args.wandb_entity,
         config=dataclasses.asdict(args),
@@ -152,10 +171,13 @@ class _Bar:
 
     FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, first: int):
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total, dynamic_ncols=True, bar_format=self.FORMAT)
+        self._bar = tqdm(total=total, initial=first, dynamic_ncols=True, bar_format=self.FORMAT)
+
+    def say(self, line: str) -> None:
+        self._bar.write(line, file=sys.stderr)
 
     def show(self, global_step: int, sps: float, mean_return: str) -> None:
         self._bar.set_postfix_str(f"SPS {sps:.0f}, mean return {mean_return}", refresh=False)
@@ -170,8 +192,11 @@ class _Lines:
 
     EVERY = 5.0  # seconds
 
-    def __init__(self, total: int):
+    def __init__(self, total: int, first: int):
         self._total, self._last = total, 0.0
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr)
 
     def show(self, global_step: int, sps: float, mean_return: str) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,19 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def prepare_process(num_threads: int | None) -> None:
     """Threads and memory of this process; under torchrun, also end it when torchrun is gone."""
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     given = os.environ.get("OMP_NUM_THREADS")
-    if under_torchrun and given == "1":
+    if under_torchrun() and given == "1":
         given = None  # torchrun sets 1 where the user set nothing
     if num_threads is not None or given is None:  # else torch has read the user's number
         torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // local_world_size()))
     keep_freed_memory()
-    if under_torchrun:
+    if under_torchrun():
         die_with_parent()
 
 
@@ -136,16 +139,82 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
+def gather(own: list[Any]) -> list[Any]:
+    """Every process's list, joined in the order of the ranks. All processes call it."""
+    if not dist.is_initialized():
+        return own
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return [item for part in everyone for item in part]
+
+
+def on_rank_0(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, called in the process of rank 0, in all processes: what it returns, or its error."""
+    result: list[Any] = [None, None]
+    if ranks()[0] == 0:
+        try:
+            result[0] = function(*args)
+        except (UsageError, Fault) as error:
+            result[1] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+# torchrun's own signals end it, and with it the job. `cleanrl_utils.launch` uses SIGUSR2 to pass one on.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130  # 75: EX_TEMPFAIL of sysexits.h, try again later
+
+
+class Stopped(Exception):
+    """The run ended early because it was asked to; its message says where it can be continued."""
+
+
+class StopSignal:
+    """From its making on, SIGTERM, SIGINT and SIGUSR1 are only noted, so that the iteration can be finished."""
+
+    received: ClassVar[list[int]] = []  # by this process
+
+    def __init__(self) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, frame: self.received.append(number))
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process was asked to stop. Reduce it before acting on it."""
+        return bool(self.received)
+
+
+def _leave(number: int, frame: Any) -> None:
+    """Until the training begins a signal ends the process at once: there is nothing to save."""
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # torchrun sends a second one; let the closing finish
+    StopSignal.received.append(number)
+    raise KeyboardInterrupt
+
+
+def _write_status(code: int) -> None:
+    """Tell `cleanrl_utils.launch`, since torchrun reports 1 whatever its processes returned."""
+    path = os.environ.get("CLEANRL_STATUS_FILE")
+    if path and ranks()[1] == 0:
+        with open(path, "w") as file:
+            file.write(str(code))
+
+
 Args = TypeVar("Args", bound=RunArgs)
 
 
 def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: str) -> NoReturn:
     """Parse the command line, prepare the process, call `main(args, on_exit)` and exit with the job's code.
 
-    Exit codes: 0 done, 1 a fault, 2 bad usage (both with one line, from rank 0), 130 interrupted. What `main`
-    registers on the `ExitStack` is closed in every case, last in first out.
+    Exit codes: 0 done, 1 a fault, 2 bad usage, 75 preempted (start it again), 130 interrupted; all but 0 with one line
+    from rank 0. What `main` registers on the `ExitStack` is closed in every case, last in first out.
     """
-    rank = ranks()[0]
+    code, rank = 1, ranks()[0]
+    for number in STOP_SIGNALS:
+        signal.signal(number, _leave)
     try:
         args = parse(args_class, sys.argv[1:])
         if args.exp_name is None:
@@ -153,17 +222,24 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         check_run_args(args)
         prepare_process(args.num_threads)
         with ExitStack() as on_exit:
-            try:
-                main(args, on_exit)
-            except KeyboardInterrupt:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends a second one; let the closing finish
-                raise
+            main(args, on_exit)
+        code = 0
     except (UsageError, Fault) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0)
+        code = 2 if isinstance(error, UsageError) else 1
+    except (Stopped, KeyboardInterrupt) as stop:
+        if rank == 0 and isinstance(stop, Stopped):
+            print(f"stopped {stop}", file=sys.stderr)
+        code = EXIT_INTERRUPTED if StopSignal.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED
+        if isinstance(stop, KeyboardInterrupt) and StopSignal.received[0] == signal.SIGTERM and under_torchrun():
+            code = 128 + signal.SIGTERM  # perhaps no preemption: torchrun ends the others so where one has failed
+    except SystemExit as leave:  # --help
+        code = int(leave.code or 0)
+    finally:
+        _write_status(code)
+    sys.exit(code)

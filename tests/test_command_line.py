@@ -138,3 +138,11 @@ def test_every_flag_is_explained():
     for field, following in itertools.pairwise(fields):
         if ": " in field and "=" in field and not field.lstrip().startswith(('"""', "@", "class")):
             assert following.lstrip().startswith('"""'), f"no docstring: {field}"
+
+
+@pytest.mark.parametrize("script", [ppo_atari, ppo_atari_multigpu])
+def test_no_flags_at_all(script):
+    """`make train` and `python ppo_atari.py` give none."""
+    from cleanrl_utils.config import parse
+
+    assert parse(script.Args, []) == script.Args()

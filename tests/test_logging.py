@@ -16,7 +16,7 @@ from cleanrl_utils.logger import Logger, Stopwatch
 
 ITERATION_TAGS = {
     *(f"losses/{name}" for name in ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")),
-    *(f"time/{part}" for part in ("env", "inference", "update", "allreduce")),
+    *(f"time/{part}" for part in ("env", "inference", "update", "allreduce", "checkpoint")),
     *("losses/explained_variance", "charts/learning_rate", "charts/SPS"),
 }
 GAME_TAGS = {"charts/episodic_return", "charts/episodic_length"}
@@ -48,9 +48,8 @@ def test_the_event_file(tracked):
         steps = [step for step, _ in points[tag]]
         assert len(steps) >= 8 and steps == sorted(steps) and all(step % 4 == 0 for step in steps)
     assert points["charts/episodic_return"][0][0] == points["charts/episodic_length"][0][0]
-    shares = np.array(
-        [[value for _, value in points[f"time/{part}"]] for part in ("env", "inference", "update", "allreduce")]
-    )
+    parts = ("env", "inference", "update", "allreduce", "checkpoint")
+    shares = np.array([[value for _, value in points[f"time/{part}"]] for part in parts])
     assert (shares >= 0).all() and np.allclose(shares.sum(0), 1, atol=1e-5) and (shares[:3] > 0).all()
     assert final(tracked.output.stdout)[0] == 3072
     assert [v for _, v in points["charts/learning_rate"]] == pytest.approx([2.5e-4, 2.5e-4 * 2 / 3, 2.5e-4 / 3])
@@ -167,16 +166,13 @@ def test_no_key_and_no_terminal_is_one_line_on_one_process(folder):
     assert os.listdir(folder.path) == [] or glob.glob(f"{folder.path}/[rw]*") == []
 
 
-class Args:
-    run_name, exp_name, seed, track = None, "x", 1, False
-
-
 def test_run_folders_are_never_shared(tmp_path, monkeypatch):
-    from cleanrl_utils.logger import _make_run_folder
+    import ppo_atari
+    from cleanrl_utils.checkpoint import make_run_folder
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.time", lambda: 1000.5)
-    names = [_make_run_folder(Args, "ALE/Pong-v5") for _ in range(3)]
+    names = [make_run_folder(ppo_atari.Args(exp_name="x"), "ALE/Pong-v5") for _ in range(3)]
     assert names == [f"ALE-Pong-v5__x__1__{second}" for second in (1000, 1001, 1002)]
 
 
@@ -184,7 +180,7 @@ def test_games_are_logged_in_order(tmp_path, monkeypatch):
     import ppo_atari
 
     monkeypatch.chdir(tmp_path)
-    logger = Logger(ppo_atari.Args(run_name="r"), "Pong", 100)
+    logger = Logger(ppo_atari.Args(), "r", 100, {})
     games = [(step, float(i), i) for i, step in enumerate([8, 8, 4, 12, 4])]
     random.Random(0).shuffle(games)
     logger.games(games)

@@ -1,0 +1,358 @@
+"""Checkpoints of the whole job: what a start continues from, and how a run is saved so that nothing is lost.
+
+A checkpoint is one file, `{checkpoint_dir}/{run_name}/checkpoint-{iteration}.pt`, that
+`torch.load(file, weights_only=True)` reads: the dictionary that the script gave to `save_checkpoint`, and
+
+    envs      what each environment of the job needs to go on, by its number
+    random    the global generators, by process
+    config    the arguments that the run depends on
+    machine   threads, processor and versions, on which the last bits depend
+
+It is written beside, flushed to the disk and renamed. The zip format brings the checksums.
+"""
+
+import fcntl
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import random
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from cleanrl_utils.config import Fault, RunArgs, UsageError, flag_name
+from cleanrl_utils.logger import NullLogger
+from cleanrl_utils.process import gather, on_rank_0, ranks
+
+FORMAT, VERSION = "cleanrl-distributed checkpoint", 1
+KEEP = 3
+WRITE_LIMIT = 60.0  # seconds; then the training goes on without this checkpoint
+LOCK_WAIT = 60.0  # seconds that a run waits for the job before it to end
+
+# Every other argument must be that of the run that is continued, also those that a copied script adds.
+MAY_CHANGE = {
+    *("total_timesteps", "exp_name", "run_name", "track", "wandb_project_name", "wandb_entity", "capture_video"),
+    *("resume", "init_from", "checkpoint_every", "checkpoint_dir", "cuda", "num_threads", "backend", "device_ids"),
+    *("vector_env", "num_envs", "batch_size"),  # of the last two, what they make of the sizes must not change
+}
+Args = TypeVar("Args", bound=RunArgs)
+
+
+class Unreadable(Exception):
+    """The file is not a whole checkpoint of these scripts."""
+
+
+class CheckpointFolder:
+    """The checkpoint files of a folder, on a disk or in an object store (by fsspec)."""
+
+    def __init__(self, url: str):
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
+        try:
+            self.fs, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"--checkpoint-dir: {url}: {_line(error)}") from None
+        self.local = isinstance(self.fs, LocalFileSystem)
+
+    def files(self) -> list[str]:
+        """Paths of the checkpoints, the newest last."""
+        try:
+            names = self.fs.ls(self.path, detail=False)
+        except FileNotFoundError:
+            return []
+        except Exception as error:  # whatever a store says
+            raise Fault(f"can't read {self.path}: {_line(error)}") from None
+        return sorted(name for name in names if os.path.basename(name).startswith("checkpoint-") and name[-3:] == ".pt")
+
+    def read(self, path: str) -> dict[str, Any]:
+        """A checkpoint's contents; `Unreadable` where it is damaged or foreign, a usage error where it is too new."""
+        try:
+            data = self.fs.cat_file(path)
+        except Exception as error:
+            raise Fault(f"can't read {path}: {_line(error)}") from None
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as file:
+                damaged = file.testzip()  # torch.load does not compare the checksums
+            state = {} if damaged else torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        except Exception as error:  # whatever the parsers make of arbitrary bytes
+            raise Unreadable(_line(error)) from None
+        if damaged:
+            raise Unreadable(f"{damaged} in it is damaged")
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise Unreadable("not a checkpoint of these scripts")
+        if state["version"] > VERSION:
+            raise UsageError(f"{path}: format {state['version']}, of a newer version of this project than this one")
+        return state
+
+    def newest(self) -> dict[str, Any] | None:
+        """The newest checkpoint that can be read; None if there is no file."""
+        files = self.files()
+        for path in reversed(files):
+            try:
+                return self.read(path)
+            except Unreadable as error:
+                print(f"warning: skipped {path}: {error}", file=sys.stderr)
+        if files:
+            raise Fault(f"none of the {len(files)} checkpoints in {self.path} can be read; remove them to start anew")
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file that is there as a whole or not at all, then remove those that are too old."""
+        path = f"{self.path}/{name}"
+        if self.local:
+            os.makedirs(self.path, exist_ok=True)
+            try:
+                with open(f"{path}.tmp", "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                os.remove(f"{path}.tmp")  # of a full disk
+                raise
+            os.replace(f"{path}.tmp", path)
+            folder = os.open(self.path, os.O_RDONLY)
+            os.fsync(folder)  # the new name, too
+            os.close(folder)
+        else:
+            self.fs.pipe_file(path, data)  # an object store shows an object once all of it has arrived
+        for old in self.files()[:-KEEP]:
+            self.fs.rm_file(old)
+
+
+def save_checkpoint(
+    args: RunArgs, logger: NullLogger, iteration: int, global_step: int, envs: list[tuple], state: dict[str, Any]
+) -> None:
+    """Write the whole job's state. All processes call it, at the same iteration.
+
+    `envs`: for each environment of this process a tuple of what it needs to go on; the lists of all are joined. `state`: what
+    is equal in all processes, with the network as "agent". All of it is tensors, numbers, strings, bytes, lists and
+    dictionaries. If the file can't be written, the training goes on with a warning, and the checkpoints before it stay.
+    """
+    start = time.monotonic()
+    state = {**state, "iteration": iteration, "global_step": global_step}
+    envs = [tuple(x.clone() if torch.is_tensor(x) else x for x in env) for env in envs]  # a row drags its tensor along
+    state |= {"envs": gather(envs), "random": gather([_random_state()])}
+    if ranks()[0] != 0:
+        return
+    state |= {"format": FORMAT, "version": VERSION, "launch": launch_id(), "logger": logger.state()}
+    state |= {"config": run_config(args), "machine": machine(args)}
+    data = io.BytesIO()
+    torch.save(state, data)
+    logger.flush()  # so that no step before the checkpoint's can be missing from the logs
+    folder = CheckpointFolder(f"{args.checkpoint_dir}/{logger.run_name}")
+    name = f"checkpoint-{iteration:08}.pt"
+    problem = [f"not written within {WRITE_LIMIT:.0f} s"]
+
+    def write() -> None:
+        try:
+            folder.write(name, data.getvalue())
+            problem.clear()
+        except Exception as error:  # whatever a store says
+            problem[:] = [_line(error)]
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(WRITE_LIMIT)
+    if problem:
+        logger.say(f"warning: no checkpoint of iteration {iteration}: {problem[0]}")
+    else:
+        seconds = time.monotonic() - start
+        logger.say(f"checkpoint: {folder.path}/{name}  {data.tell() / 1e6:.1f} MB in {seconds:.2f} s")
+
+
+def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
+    """What this start goes on from, equal in all processes. All of them call it. Nothing is created.
+
+    Returns the arguments and, with --resume or if torchrun has restarted the processes, the run's newest checkpoint
+    if it has one; else, with --init-from, that checkpoint's weights as {"agent": ...}; else {}. In torchrun's
+    restarts with another number of processes, the arguments get the sizes of the run.
+    """
+    state = on_rank_0(_find, args)
+    if "config" not in state:
+        return args, state
+    run = state["config"]
+    if state["launch"] == launch_id() != "none" and "total_num_envs" in asdict(args):
+        sizes: dict[str, Any] = {"batch_size": None, **{name: run[name] for name in ("total_num_envs", "num_steps")}}
+        args = replace(args, **sizes)
+    if "envs" not in state:
+        return args, {}
+    now = run_config(args)
+    rules = [
+        f"{flag_name(name)} {now.get(name)}: the run to continue has {run.get(name)}"
+        for name in sorted(run.keys() | now.keys())
+        if run.get(name) != now.get(name)
+    ]
+    if rules:
+        raise UsageError("; ".join(rules))
+    if ranks()[0] == 0:
+        here, there = machine(args), state["machine"]
+        changes = [f"{name} {there.get(name)} -> {here[name]}" for name in here if here[name] != there.get(name)]
+        if changes:
+            print(f"notice: continued within rounding, not bit for bit: {', '.join(changes)}", file=sys.stderr)
+    return args, state
+
+
+def load_weights(agent: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's weights into the network; a usage error names what does not fit."""
+    here, there = ({n: tuple(t.shape) for n, t in w.items()} for w in (agent.state_dict(), weights))
+    differences = [
+        f"{name} {there.get(name)} there, {here.get(name)} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if differences:
+        raise UsageError(f"the checkpoint has another network: {'; '.join(differences)}")
+    agent.load_state_dict(weights)
+
+
+def restore_random(states: list[dict[str, Any]]) -> None:
+    """Put back torch's, numpy's and Python's global generators, on which a changed script may draw."""
+    state = states[ranks()[0] % len(states)]  # if there are more processes now
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+
+
+def _random_state() -> dict[str, Any]:
+    numpy: Any = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "numpy": [numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
+        "python": random.getstate(),
+    }
+
+
+def run_config(args: RunArgs) -> dict[str, Any]:
+    """The arguments that the run depends on, with the sizes of the whole job."""
+    given, world_size = asdict(args), ranks()[2]
+    num_envs = given.get("total_num_envs") or given["num_envs"] * world_size
+    if given.get("batch_size"):
+        given["num_steps"] = given["batch_size"] * world_size // num_envs
+    given["total_num_envs"] = num_envs
+    plain = (bool, int, float, str, type(None))
+    return {k: v if isinstance(v, plain) else repr(v) for k, v in given.items() if k not in MAY_CHANGE}
+
+
+def machine(args: RunArgs) -> dict[str, Any]:
+    """What the last bits of a run depend on."""
+    gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
+    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
+    return {
+        "processes": ranks()[2],
+        "threads": torch.get_num_threads(),
+        "device": gpu or f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def launch_id() -> str:
+    """Names the torchrun that started this process, also after its restarts; "none" where it has no name."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+def make_run_folder(args: RunArgs, env_id: str) -> str:
+    """Make the run's folder and lock it against other jobs; its name, equal in all processes. All of them call it.
+
+    A new run's folder is its alone, also if another job starts in the same second.
+    """
+    return on_rank_0(_make_run_folder, args, env_id)
+
+
+def _make_run_folder(args: RunArgs, env_id: str) -> str:
+    second = int(time.time())
+    while True:
+        # the slash of ALE/Pong-v5 would be a folder in runs/
+        name = args.run_name or f"{env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{second}"
+        try:
+            os.makedirs(f"runs/{name}", exist_ok=name in _locks)
+            lock = _lock(name)
+            lock.truncate(0)
+            json.dump({"launch": launch_id(), "config": run_config(args)}, lock)
+            lock.flush()
+            return name
+        except FileExistsError:
+            if args.run_name:
+                raise UsageError(f"--run-name {name}: another job has just made runs/{name}") from None
+            second += 1
+        except OSError as error:
+            raise UsageError(f"can't make runs/{name} in {os.getcwd()}: {error.strerror}") from None
+
+
+_locks: dict[str, Any] = {}  # by run name; the kernel frees them when the process is gone, however it ended
+
+
+def _lock(name: str) -> Any:
+    """The locked file runs/{name}/.lock. Waits for a job that is ending, refuses beside one that goes on."""
+    if name not in _locks:
+        file = open(f"runs/{name}/.lock", "a+")  # noqa: SIM115
+        deadline = time.monotonic() + LOCK_WAIT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    rule = f"another job has been using runs/{name} for {LOCK_WAIT:.0f} s"
+                    raise UsageError(f"--run-name {name}: {rule}") from None
+                time.sleep(0.2)
+        _locks[name] = file
+    return _locks[name]
+
+
+def _find(args: RunArgs) -> dict[str, Any]:
+    """What to continue, by rank 0's files; not by torchrun's count of restarts, which can differ between machines."""
+    if args.run_name is not None:
+        before = _last_start(args.run_name)
+        if before and (args.resume or before["launch"] == launch_id() != "none"):
+            _lock(args.run_name)
+        folder = CheckpointFolder(f"{args.checkpoint_dir}/{args.run_name}")
+        newest = folder.newest() or before
+        restarted = newest is not None and newest["launch"] == launch_id() != "none"
+        if newest is not None and not (args.resume or restarted):
+            rule = f"runs/{args.run_name} exists; --resume continues it, or choose another name"
+            raise UsageError(f"--run-name {args.run_name}: {rule}")
+        if newest is not None and (restarted or "envs" in newest):
+            return newest
+    if args.init_from is not None:
+        return {"agent": _weights_of(args.init_from)}
+    return {}
+
+
+def _last_start(run_name: str) -> dict[str, Any] | None:
+    """What the last job that used the run's folder left about itself, if there was one."""
+    try:
+        with open(f"runs/{run_name}/.lock") as file:
+            return json.load(file)
+    except ValueError:
+        return {"launch": "none"}
+    except FileNotFoundError:
+        return {"launch": "none"} if os.path.exists(f"runs/{run_name}") else None
+
+
+def _weights_of(path: str) -> dict[str, torch.Tensor]:
+    folder = CheckpointFolder(path)
+    try:
+        state = folder.read(folder.path) if folder.fs.isfile(folder.path) else folder.newest()
+    except Unreadable as error:
+        raise UsageError(f"--init-from {path}: {error}") from None
+    if state is None:
+        raise UsageError(f"--init-from {path}: there is no checkpoint")
+    return state["agent"]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,340 @@
+"""Nothing is lost: an interrupted run is the uninterrupted one, and no file can end or mislead it."""
+
+import glob
+import json
+import os
+import random
+import resource
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import BIN, MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, kill_group, scalars, wait_until
+
+from cleanrl_utils.atari import AtariGame, finished_games, make_vector
+from cleanrl_utils.checkpoint import CheckpointFolder, Unreadable
+from cleanrl_utils.config import Fault, UsageError
+
+ITERATIONS, NUM_STEPS = 12, 32
+# Short games in short iterations: 2 * 2 environments, of Breakout
+FLAGS = [*("--num-envs", 2, "--num-steps", NUM_STEPS, "--num-minibatches", 2, "--update-epochs", 2), "--num-threads", 1]
+TOTAL = ["--total-timesteps", ITERATIONS * 4 * NUM_STEPS]
+NAMED = [*FLAGS, *TOTAL, "--run-name", "run", "--checkpoint-every", 2]
+
+
+def logged(folder, run="run"):
+    """All of a run's scalars but those of time."""
+    points = scalars(f"{folder.path}/runs/{run}")
+    return {tag: series for tag, series in points.items() if tag != "charts/SPS" and not tag.startswith("time/")}
+
+
+def checkpoints(folder, run="run"):
+    return sorted(glob.glob(f"{folder.path}/runs/{run}/checkpoint-*"))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The run that nothing happened to: (its folder, its last line)."""
+    from conftest import Folder
+
+    folder = Folder(tmp_path_factory.mktemp("straight"))
+    return folder, final(folder.run(command(MULTI, *NAMED, nproc=2)).stdout)
+
+
+# ---- the state of a game ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Pong-v5", "QbertNoFrameskip-v4"])
+def test_games_go_on_from_their_state(env_id, kind, tmp_path):
+    def thunk(seed):
+        return lambda: AtariGame(env_id, seed, max_episode_frames=1600)
+
+    first, second = (make_vector([thunk(seed + i) for i in range(2)], kind) for seed in (7, 70))
+    try:
+        rng = np.random.default_rng(0)
+        first.reset()
+        for _ in range(150):
+            first.step(rng.integers(0, first.single_action_space.n, 2))
+        torch.save(list(first.get_attr("state")), tmp_path / "state")
+        second.set_attr("state", torch.load(tmp_path / "state", weights_only=True))
+        games = 0
+        for _ in range(500):
+            actions = rng.integers(0, first.single_action_space.n, 2)
+            there, here = first.step(actions), second.step(actions)
+            assert all(np.array_equal(x, y) for x, y in zip(there[:4], here[:4], strict=True))
+            assert finished_games(there[4]) == finished_games(here[4])
+            games += len(finished_games(there[4]))
+        assert games >= 2
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_sticky_action_is_remembered():
+    """Which action the next frame may repeat isn't in the emulator's state. With one frame a step it often is another
+    than the last one that was asked for."""
+    others = 0
+    for seed in range(60):
+        there, here = (AtariGame("ALE/Breakout-v5", s, frame_skip=1) for s in (seed, 1000))
+        rng = np.random.default_rng(seed)
+        there.reset()
+        for _ in range(60 + seed):
+            if there.step(rng.integers(4))[2]:
+                there.reset()
+        here.state = state = there.state
+        others += state["last_action"] != there._asked.value
+        for _ in range(8):
+            action = rng.integers(4)
+            there.step(action)
+            here.step(action)
+            assert there._emulator() == here._emulator()
+    assert others >= 1
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+def test_the_file(straight):
+    folder, (global_step, param_sum) = straight
+    files = checkpoints(folder)
+    assert [os.path.basename(file) for file in files] == [f"checkpoint-{i:08}.pt" for i in (8, 10, 12)], "the newest 3"
+    state = torch.load(files[-1], weights_only=True)
+    assert state["iteration"] == ITERATIONS and state["global_step"] == global_step == ITERATIONS * 4 * NUM_STEPS
+    assert sum(w.double().sum().item() for w in state["agent"].values()) == pytest.approx(param_sum, abs=1e-9)
+    assert len(state["envs"]) == 4 and all(len(env["emulator"]) > 10_000 for env, _, _ in state["envs"])
+    adam = state["optimizer"]["state"][0]
+    assert adam["step"] == ITERATIONS * 4 and adam["exp_avg"].abs().sum() > 0 and adam["exp_avg_sq"].abs().sum() > 0
+    assert state["optimizer"]["param_groups"][0]["eps"] == 1e-5
+    assert state["machine"]["processes"] == 2 and state["machine"]["torch"] == torch.__version__
+
+
+def damaged(kind, data, rng):
+    if kind == "empty":
+        return b""
+    if kind == "truncated":
+        return data[: rng.randrange(1, len(data))]
+    if kind == "foreign":
+        return rng.randbytes(5000)
+    if kind == "other archive":
+        import io
+
+        out = io.BytesIO()
+        torch.save({"model": torch.zeros(3)}, out)
+        return out.getvalue()
+    flipped = bytearray(data)
+    flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
+
+
+def test_a_damaged_file_is_never_taken(straight, tmp_path):
+    """Either it says that it is damaged or, where the flipped bit pads the file, it holds the very state."""
+    (*_, newest) = checkpoints(straight[0])
+    with open(newest, "rb") as file:
+        data = file.read()
+    right = torch.load(newest, weights_only=True)
+    rng, folder, refused = random.Random(1), CheckpointFolder(str(tmp_path)), 0
+    for kind in [*["empty", "foreign", "other archive"], *["truncated"] * 10, *["flipped"] * 40]:
+        (tmp_path / "file").write_bytes(damaged(kind, data, rng))
+        try:
+            state = folder.read(str(tmp_path / "file"))
+        except Unreadable as error:
+            assert "\n" not in str(error)
+            refused += 1
+        else:
+            assert kind == "flipped"
+            assert repr(state) == repr(right)
+            assert all(torch.equal(state["agent"][name], right["agent"][name]) for name in right["agent"])
+    assert refused >= 45
+
+
+def test_which_checkpoint_is_the_newest(straight, tmp_path, capsys):
+    (*_, newest) = checkpoints(straight[0])
+    with open(newest, "rb") as file:
+        data = file.read()
+    folder = CheckpointFolder(str(tmp_path / "run"))
+    assert folder.files() == [] and folder.newest() is None
+    for iteration in (90, 100):
+        folder.write(f"checkpoint-{iteration:08}.pt", data)
+    (tmp_path / "run" / "checkpoint-00000110.pt").write_bytes(data[:-100])
+    (tmp_path / "run" / "checkpoint-00000120.pt.tmp").write_bytes(data[:100])  # of a process that was killed
+    assert folder.newest()["iteration"] == ITERATIONS
+    assert capsys.readouterr().err.startswith(f"warning: skipped {tmp_path}/run/checkpoint-00000110.pt: ")
+    folder.write("checkpoint-00000120.pt", data)
+    assert [path[-10:] for path in folder.files()] == ["0000100.pt", "0000110.pt", "0000120.pt"]
+    for path in folder.files():
+        with open(path, "wb"):
+            pass
+    with pytest.raises(Fault, match="none of the 3 checkpoints in .* can be read"):
+        folder.newest()
+    state = torch.load(newest, weights_only=True)
+    torch.save({**state, "version": 2}, tmp_path / "run" / "checkpoint-00000130.pt")
+    with pytest.raises(UsageError, match="newer version"):
+        folder.newest()
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+def attempt(folder, *flags, what="nothing", rank=0, count=0, nproc=2, code=None):
+    """Start the run or continue it; what is to happen happens. The ended process, with nobody left of it."""
+    argv = command("tests/killed_run.py", ROOT / MULTI, what, rank, count, *NAMED, "--resume", *flags, nproc=nproc)
+    job = folder.start(argv)
+    family = set()
+    try:
+        while job.poll() is None:
+            family.update(children(job.pid))
+            time.sleep(0.2)
+        job.out, job.err = job.communicate()
+        wait_until(lambda: not any(map(alive, family)), 5, "nobody is left")
+    finally:
+        kill_group(job)
+    assert code is None or job.returncode == code, job.err
+    return job
+
+
+def survive(folder, kills):
+    """The run with kills: its last line. Each (what, rank, count) is one start."""
+    for what, rank, count in kills:
+        job = attempt(folder, what=what, rank=rank, count=count)
+        assert job.returncode != 0, f"{what} {rank} {count} did not happen:\n{job.err}"
+        if what == "term":
+            assert "stopped after iteration" in job.err, job.err
+    return final(attempt(folder, code=0).out)
+
+
+def test_a_run_with_kills_is_the_run_without(folder, straight):
+    kills = [("worker", 1, 70), ("rename", 0, 2), ("torchrun", 0, 50), ("term", 1, 40)]
+    assert survive(folder, kills) == straight[1]
+    assert logged(folder) == logged(straight[0])
+    assert len(logged(folder)["charts/episodic_return"]) >= 4
+
+
+@pytest.mark.slow
+def test_twenty_kills(folder):
+    """A seeded schedule: 6 workers, 4 torchruns, 4 SIGTERMs, 6 between the write and the rename."""
+    rng = random.Random(2026)
+    kinds = ["worker"] * 6 + ["torchrun"] * 4 + ["term"] * 4 + ["rename"] * 6
+    rng.shuffle(kinds)
+    kills = [(kind, 0 if kind == "rename" else rng.randrange(2), 1) for kind in kinds]
+    kills = [(kind, rank, 1 + rng.randrange(2) if kind == "rename" else rng.randint(1, 96)) for kind, rank, _ in kills]
+    print(*kills, sep="\n")
+    longer = ["--total-timesteps", 40 * 4 * NUM_STEPS]
+    for what, rank, count in kills:
+        assert attempt(folder, *longer, what=what, rank=rank, count=count).returncode != 0
+    last = final(attempt(folder, *longer, code=0).out)
+    folder.run(command(MULTI, *NAMED, *longer, "--run-name", "straight", nproc=2))
+    assert logged(folder) == logged(folder, "straight")
+    (*_, file), (*_, other) = checkpoints(folder), checkpoints(folder, "straight")
+    state, right = torch.load(file, weights_only=True), torch.load(other, weights_only=True)
+    assert all(torch.equal(state["agent"][name], right["agent"][name]) for name in right["agent"])
+    assert last[0] == 40 * 4 * NUM_STEPS
+
+
+FAULTS = {
+    "nothing": lambda state: None,
+    "numpy's generator": lambda state: [env.update(generators=fresh_generators()) for env, _, _ in state["envs"]],
+    "the stack of frames": lambda state: [env["stack"].zero_() for env, _, _ in state["envs"]],
+    "Adam's step": lambda state: [adam["step"].zero_() for adam in state["optimizer"]["state"].values()],
+    "the noise": lambda state: state.update(generator=torch.Generator().manual_seed(0).get_state()),
+    "the pending observation": lambda state: [obs.zero_() for _, obs, _ in state["envs"]],
+    "the score so far": lambda state: [env.update(_return=0.0, _length=0) for env, _, _ in state["envs"]],
+}
+
+
+def fresh_generators():
+    return [np.random.default_rng(i).bit_generator.state for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """3 of 9 iterations, the checkpoint, and all 9 in one go."""
+    from conftest import Folder
+
+    folder = Folder(tmp_path_factory.mktemp("half"))
+    flags = ["--num-envs", 2, "--num-steps", 128, "--update-epochs", 1, "--no-anneal-lr"]
+    folder.run(command(SINGLE, *flags, "--total-timesteps", 3 * 256, "--run-name", "half"))
+    (whole,) = folder.recorded(SINGLE, "whole", *flags, "--total-timesteps", 9 * 256, "--run-name", "whole")
+    return folder, flags, whole
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_checkpoint_lacked_would_be_noticed(half, fault, folder):
+    """Only the faultless checkpoint gives the run that was never stopped."""
+    before, flags, whole = half
+    (file,) = checkpoints(before, "half")
+    state = torch.load(file, weights_only=True)
+    FAULTS[fault](state)
+    os.makedirs(folder.path / "runs" / "half")
+    torch.save(state, folder.path / "runs" / "half" / os.path.basename(file))
+    flags = [*flags, "--total-timesteps", 9 * 256, "--run-name", "half", "--resume"]
+    (rest,) = folder.recorded(SINGLE, "rest", *flags)
+    same = np.array_equal(rest["actions"], whole["actions"][3 * 128 :]) and np.array_equal(
+        rest["params"], whole["params"][3:]
+    )
+    games = {tag: [p for p in points if p[0] > 768] for tag, points in logged(before, "whole").items()}
+    assert len(games["charts/episodic_return"]) >= 2
+    same = same and games == logged(folder, "half")
+    assert same == (fault == "nothing")
+
+
+@pytest.mark.parametrize("processes", [[1, 2, 3, 1]])
+def test_the_number_of_processes_may_change(folder, processes):
+    """Environments are dealt out anew, also unevenly, and the run stays the same run."""
+    flags = [*SMALL, "--no-anneal-lr", "--total-num-envs", 4, "--learning-rate", 1e-4, "--num-threads", 1]
+    batch, parts = 4 * 16, []
+    for i, nproc in enumerate(processes, 1):
+        named = ["--total-timesteps", 5 * i * batch, "--run-name", "r", "--resume"]
+        records = folder.recorded(MULTI, f"part{i}", *flags, *named, nproc=nproc)
+        parts.append((np.concatenate([r["actions"] for r in records], axis=1), records[0]["params"]))
+    (whole,) = folder.recorded(MULTI, "whole", *flags, "--total-timesteps", 5 * len(processes) * batch)
+    assert np.array_equal(np.concatenate([actions for actions, _ in parts]), whole["actions"])
+    for i, (_, params) in enumerate(parts):
+        assert np.abs(params - whole["params"][5 * i : 5 * i + 6]).max() < 1e-4
+    points = scalars(f"{folder.path}/runs/r")
+    assert [step for step, _ in points["charts/SPS"]] == [batch * i for i in range(1, 5 * len(processes) + 1)]
+
+
+def test_a_finished_run_has_nothing_to_do(folder, straight):
+    os.symlink(straight[0].path / "runs", folder.path / "runs")
+    before = logged(folder)
+    done = folder.run(command(MULTI, *NAMED, "--resume", nproc=2))
+    assert final(done.stdout) == straight[1] and logged(folder) == before
+
+
+def test_weights_only_start_a_new_run(folder, straight):
+    (*_, newest) = checkpoints(straight[0])
+    flags = [*SMALL, "--num-envs", 2, "--total-timesteps", 32, "--learning-rate", 1e-9]
+    done = folder.run(command(SINGLE, *flags, "--init-from", newest))
+    global_step, param_sum = final(done.stdout)
+    assert global_step == 32 and param_sum == pytest.approx(straight[1][1], abs=1e-2)
+    state = torch.load(glob.glob(f"{folder.path}/runs/*/checkpoint-*")[0], weights_only=True)
+    assert state["optimizer"]["state"][0]["step"] == 4 and state["iteration"] == 1
+    done = folder.run(command(SINGLE, *flags, "--init-from", newest, "--env-id", "PongNoFrameskip-v4"), code=2)
+    assert "error: the checkpoint has another network: actor.bias (4,) there, (6,) here" in done.stderr
+
+
+def test_what_may_not_change(folder, straight):
+    os.symlink(straight[0].path / "runs", folder.path / "runs")
+    before = sorted(os.listdir(folder.path / "runs" / "run"))
+    for flags, says in {
+        ("--gamma", 0.9): "error: --gamma 0.9: the run to continue has 0.99\n",
+        ("--seed", 2, "--env-id", "PongNoFrameskip-v4"): "error: --env-id PongNoFrameskip-v4: the run to continue has "
+        "BreakoutNoFrameskip-v4; --seed 2: the run to continue has 1\n",
+        ("--num-envs", 4): "error: --total-num-envs 8: the run to continue has 4\n",
+        ("--num-steps", 64): "error: --num-steps 64: the run to continue has 32\n",
+    }.items():
+        done = folder.run(command(MULTI, *NAMED, "--resume", *flags, nproc=2), code=1)
+        assert done.stderr.count("error: ") == 1 and says in done.stderr
+    done = folder.run(command(MULTI, *NAMED), code=2)
+    assert done.stderr == "error: --run-name run: runs/run exists; --resume continues it, or choose another name\n"
+    assert sorted(os.listdir(folder.path / "runs" / "run")) == before
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(folder, straight):
+    """RLIMIT_FSIZE ends a write as a full disk does: with an error, in the middle of the file."""
+    flags = [*NAMED, "--resume"]
+    folder.run(
+        command(MULTI, *FLAGS, "--total-timesteps", 2 * 4 * NUM_STEPS, *flags[len(FLAGS) + 2 :], nproc=2)
+    ) if 0 else None
+    limited = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *command(MULTI, *NAMED, nproc=2)]
+    done = folder.run(limited)
+    assert done.stderr.count("warning: no checkpoint of iteration") == ITERATIONS // 2
+    assert "File too large" in done.stderr
+    assert final(done.stdout) == straight[1] and checkpoints(folder) == []
