@@ -133,9 +133,10 @@ def save_checkpoint(
 ) -> None:
     """Write the whole job's state. All processes call it, at the same iteration.
 
-    `envs`: for each environment of this process a tuple of what it needs to go on; the lists of all are joined. `state`: what
-    is equal in all processes, with the network as "agent". All of it is tensors, numbers, strings, bytes, lists and
-    dictionaries. If the file can't be written, the training goes on with a warning, and the checkpoints before it stay.
+    `envs`: for each environment of this process a tuple of what it needs to go on; the lists of all are joined.
+    `state`: what is equal in all processes, with the network as "agent". All of it is tensors, numbers, strings, bytes,
+    lists and dictionaries. If the file can't be written, the training goes on with a warning, and the checkpoints
+    before it stay.
     """
     start = time.monotonic()
     state = {**state, "iteration": iteration, "global_step": global_step}
@@ -278,7 +279,7 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
         # the slash of ALE/Pong-v5 would be a folder in runs/
         name = args.run_name or f"{env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{second}"
         try:
-            os.makedirs(f"runs/{name}", exist_ok=name in _locks)
+            os.makedirs(f"runs/{name}", exist_ok=args.run_name in _locks)
             lock = _lock(name)
             lock.truncate(0)
             json.dump({"launch": launch_id(), "config": run_config(args)}, lock)

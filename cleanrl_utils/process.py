@@ -189,8 +189,8 @@ class StopSignal:
 
 def _leave(number: int, frame: Any) -> None:
     """Until the training begins a signal ends the process at once: there is nothing to save."""
-    for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_IGN)  # torchrun sends a second one; let the closing finish
+    for other in STOP_SIGNALS:  # torchrun sends a second one; let the closing finish
+        signal.signal(other, lambda number, frame: None)  # SIG_IGN prints an error where one is already pending
     StopSignal.received.append(number)
     raise KeyboardInterrupt
 

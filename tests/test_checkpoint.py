@@ -1,17 +1,14 @@
 """Nothing is lost: an interrupted run is the uninterrupted one, and no file can end or mislead it."""
 
 import glob
-import json
 import os
 import random
-import resource
-import signal
 import time
 
 import numpy as np
 import pytest
 import torch
-from conftest import BIN, MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, kill_group, scalars, wait_until
+from conftest import MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, kill_group, scalars, wait_until
 
 from cleanrl_utils.atari import AtariGame, finished_games, make_vector
 from cleanrl_utils.checkpoint import CheckpointFolder, Unreadable
@@ -163,7 +160,7 @@ def test_which_checkpoint_is_the_newest(straight, tmp_path, capsys):
     for path in folder.files():
         with open(path, "wb"):
             pass
-    with pytest.raises(Fault, match="none of the 3 checkpoints in .* can be read"):
+    with pytest.raises(Fault, match=r"none of the 3 checkpoints in .* can be read"):
         folder.newest()
     state = torch.load(newest, weights_only=True)
     torch.save({**state, "version": 2}, tmp_path / "run" / "checkpoint-00000130.pt")
@@ -338,3 +335,60 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(folder, straight):
     assert done.stderr.count("warning: no checkpoint of iteration") == ITERATIONS // 2
     assert "File too large" in done.stderr
     assert final(done.stdout) == straight[1] and checkpoints(folder) == []
+
+
+# ---- an object store -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def store():
+    """A local stand-in of S3: its server, and the settings by which AWS's libraries find it."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    yield server, {**keys, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    server.stop()
+
+
+def test_checkpoints_in_an_object_store_outlive_the_machine(folder, straight, store, monkeypatch):
+    """The run goes on where neither runs/ nor any other file of the first machine is."""
+    import boto3
+    import fsspec
+
+    _, env = store
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    flags = [*NAMED, "--checkpoint-dir", "s3://bucket/checkpoints", "--resume"]
+    argv = command("tests/killed_run.py", ROOT / MULTI, "worker", 1, 7 * NUM_STEPS + 5, *flags, nproc=2)
+    folder.run(argv, code=1, **env)
+    (folder.path / "runs").rename(folder.path / "lost")
+    files = CheckpointFolder("s3://bucket/checkpoints/run")
+    names = files.files()
+    assert [os.path.basename(name) for name in names] == [f"checkpoint-{i:08}.pt" for i in (2, 4, 6)]
+    files.fs.pipe_file(names[-1], files.fs.cat_file(names[-1])[:-1000])  # a damaged one, for the one before
+    done = folder.run(command(MULTI, *flags, nproc=2), **env)
+    assert "warning: skipped bucket/checkpoints/run/checkpoint-00000006.pt" in done.stderr
+    assert "run: runs/run, from step 512" in done.stderr and final(done.stdout) == straight[1]
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def test_an_unreachable_store_costs_checkpoints_and_nothing_else(folder, store, monkeypatch):
+    import ppo_atari
+    from cleanrl_utils import checkpoint
+    from cleanrl_utils.logger import NullLogger
+
+    server, env = store
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    server.stop()
+    said = []
+    logger = NullLogger()
+    logger.run_name, logger.say = "run", said.append
+    monkeypatch.setattr(checkpoint, "WRITE_LIMIT", 2.0)
+    args = ppo_atari.Args(run_name="run", checkpoint_dir="s3://bucket/checkpoints")
+    before = time.monotonic()
+    checkpoint.save_checkpoint(args, logger, 1, 8, [], {})
+    assert time.monotonic() - before < 10
+    assert len(said) == 1 and said[0].startswith("warning: no checkpoint of iteration 1: ")

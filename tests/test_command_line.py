@@ -134,7 +134,7 @@ def test_none_and_numbers(monkeypatch):
 
 def test_every_flag_is_explained():
     source = Path(ppo_atari_multigpu.__file__).read_text()
-    fields = source[source.index("class Args") : source.index("# Environment")].splitlines()
+    fields = source[source.index("class Args") : source.index("# === Environment")].splitlines()
     for field, following in itertools.pairwise(fields):
         if ": " in field and "=" in field and not field.lstrip().startswith(('"""', "@", "class")):
             assert following.lstrip().startswith('"""'), f"no docstring: {field}"

@@ -1,0 +1,175 @@
+"""The launcher: whose exit code, which signals, and nobody left; restarts; two jobs that want one folder."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import MULTI, ROOT, alive, children, final, kill_group, wait_until
+
+FLAGS = [*("--num-envs", 2, "--num-steps", 32, "--num-minibatches", 2, "--update-epochs", 2, "--num-threads", 1)]
+NAMED = [*FLAGS, "--run-name", "run", "--checkpoint-every", 2]
+TWO = ["--standalone", "--nproc_per_node=2"]
+
+
+class Job:
+    """A launched job: its process, and what it has said so far."""
+
+    def __init__(self, folder, options, *flags, **env):
+        argv = [sys.executable, "-m", "cleanrl_utils.launch", *options, str(ROOT / MULTI), *map(str, flags)]
+        self.process = folder.start(argv, PYTHONPATH=str(ROOT), **env)
+        self.said = []
+        self.reader = threading.Thread(target=lambda: self.said.extend(iter(self.process.stderr.readline, "")))
+        self.reader.start()
+
+    def wait_for(self, words):
+        wait_until(
+            lambda: any(line.startswith(words) for line in self.said) or self.process.poll() is not None, 120, words
+        )
+        assert self.process.poll() is None, self.said
+
+    def end(self, seconds=60):
+        """Its exit code, with nobody left."""
+        self.process.wait(seconds)
+        self.reader.join(10)
+        return self.process.returncode
+
+
+@pytest.fixture
+def launch(folder):
+    jobs, families = [], set()
+
+    def start(options, *flags, **env):
+        jobs.append(Job(folder, options, *flags, **env))
+        return jobs[-1]
+
+    def look():
+        while jobs is not None and not done.is_set():
+            for job in jobs:
+                families.update(children(job.process.pid))
+            time.sleep(0.1)
+
+    done = threading.Event()
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    yield start
+    done.set()
+    watcher.join()
+    try:
+        wait_until(lambda: not any(map(alive, families)), 15, "nobody is left")
+    finally:
+        for job in jobs:
+            kill_group(job.process)
+        for pid in families:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_signals_end_the_job_after_its_iteration(launch):
+    """One run in three starts: SIGUSR1, SIGTERM to everybody at once as schedulers send it, Ctrl-C."""
+    for send, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
+        job = launch(TWO, *NAMED, "--resume")
+        job.wait_for("step ")
+        if send == signal.SIGTERM:
+            for pid in [job.process.pid, *children(job.process.pid)]:
+                os.kill(pid, send)
+        else:
+            job.process.send_signal(send)
+        assert job.end() == code
+        stops = [line for line in job.said if line.startswith("stopped after iteration ")]
+        assert len(stops) == 1, (send, job.said)
+        iteration = int(stops[0].split()[3].rstrip(";"))
+        assert any(f"checkpoint-{iteration:08}.pt" in line for line in job.said), job.said
+
+
+def test_the_exit_code_is_the_script_s(launch, folder):
+    done = launch(TWO, *FLAGS, "--total-timesteps", 256)
+    assert done.end() == 0 and final(done.process.stdout.read())[0] == 256
+    assert launch(TWO, *FLAGS, "--gamma", 3).end() == 2
+    killed = launch(TWO, *FLAGS)
+    killed.wait_for("step ")
+    workers = children(children(killed.process.pid)[0])
+    os.kill(workers[0], signal.SIGKILL)
+    assert killed.end() == 1
+
+
+def test_one_process_needs_no_torchrun(launch):
+    job = launch([], *NAMED)
+    job.wait_for("step ")
+    (worker,) = children(job.process.pid)
+    assert "torch.distributed.run" not in Path(f"/proc/{worker}/cmdline").read_text()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75 and any(line.startswith("stopped after iteration") for line in job.said)
+
+
+@pytest.mark.parametrize("who", ["launcher", "torchrun"])
+def test_nobody_outlives_a_killed_parent(launch, who):
+    """The fixture looks for those who are left. Of a killed launcher the job itself ends with a checkpoint."""
+    job = launch(TWO, *NAMED)
+    job.wait_for("step ")
+    torchrun = children(job.process.pid)[0]
+    if who == "torchrun":
+        os.kill(torchrun, signal.SIGKILL)
+        assert job.end() == 137
+    else:
+        job.process.kill()
+        job.reader.join(60)
+        assert any(line.startswith("stopped after iteration") for line in job.said), job.said
+
+
+def test_torchrun_s_restart_continues_the_run(launch):
+    job = launch([*TWO, "--max-restarts=2"], *NAMED)
+    job.wait_for("checkpoint: ")
+    workers = children(children(job.process.pid)[0])
+    os.kill(workers[1], signal.SIGKILL)
+    job.wait_for("run: runs/run, from step ")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75, job.said
+
+
+def test_restarts_need_a_name(launch):
+    job = launch([*TWO, "--max-restarts=2"], *FLAGS)
+    assert job.end() == 2
+    assert any("error: --max-restarts 2: needs --run-name" in line for line in job.said)
+
+
+def test_a_folder_in_use_is_waited_for_or_refused(folder, monkeypatch):
+    """A resumed job waits for the end of the one before it, but not for ever."""
+    import ppo_atari
+    from cleanrl_utils import checkpoint
+    from cleanrl_utils.config import UsageError
+
+    monkeypatch.chdir(folder.path)
+    os.makedirs("runs/run")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, time; f = open('runs/run/.lock', 'a'); fcntl.flock(f, 2); time.sleep(60)"]
+    )
+    try:
+
+        def locked():
+            if not os.path.exists("runs/run/.lock"):
+                return False
+            with open("runs/run/.lock") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+            return False
+
+        wait_until(locked, 10, "the other job has the folder")
+        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 0.5)
+        args = ppo_atari.Args(run_name="run", resume=True)
+        with pytest.raises(UsageError, match="--run-name run: another job has been using runs/run"):
+            checkpoint.load_checkpoint(args)
+        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 20.0)
+        threading.Timer(1.0, holder.kill).start()
+        assert checkpoint.load_checkpoint(args) == (args, {})
+    finally:
+        holder.kill()
+        holder.wait()
+        checkpoint._locks.clear()
