@@ -16,7 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 sys.path.insert(0, str(ROOT))  # the tests import the scripts
-os.environ["OMP_NUM_THREADS"] = "1"  # two workers of pytest share the cores; torch reads it when a test imports it
+os.environ["OMP_NUM_THREADS"] = "1"  # two workers of pytest share the cores; torch reads it at its import
+
+from recorded_run import record  # noqa: E402
+
+from cleanrl_utils import checkpoint  # noqa: E402
+from cleanrl_utils.process import STOP_SIGNALS  # noqa: E402
 
 SINGLE, MULTI = "ppo_atari.py", "ppo_atari_multigpu.py"
 SMALL = ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
@@ -70,11 +75,31 @@ class Folder:
         assert done.returncode == code, f"{argv}\nexit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def recorded(self, script, out, *flags, nproc=None, **env):
-        """Run a script through recorded_run.py: its records by process."""
+    def recorded(self, script, out, *flags, nproc=None):
+        """Run a script through recorded_run.py, one process in this one: its records by process."""
         path = str(ROOT / script) if not os.path.isabs(script) else script
-        self.run(command("tests/recorded_run.py", path, out, *flags, nproc=nproc), **env)
+        if nproc:
+            self.run(command("tests/recorded_run.py", path, out, *flags, nproc=nproc))
+        else:
+            assert self.here(record, path, out, list(map(str, flags))) == 0
         return [np.load(self.path / out / f"rank{rank}.npz") for rank in range(nproc or 1)]
+
+    def here(self, function, *args):
+        """Call what ends by SystemExit, in this folder: the exit code."""
+        cwd, argv, handlers = os.getcwd(), sys.argv, {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        os.chdir(self.path)
+        try:
+            function(*args)
+        except SystemExit as leave:
+            return leave.code
+        finally:
+            os.chdir(cwd)
+            sys.argv = argv
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            for lock in checkpoint._locks.values():
+                lock.close()
+            checkpoint._locks.clear()
 
     def event_folders(self):
         return sorted(os.path.dirname(f) for f in glob.glob(f"{self.path}/runs/**/events*", recursive=True))

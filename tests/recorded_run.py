@@ -21,8 +21,8 @@ def load(path):
     return module
 
 
-def main():
-    path, out, *flags = sys.argv[1:]
+def record(path, out, flags):
+    """Run the script in this process; it leaves as the script does, by SystemExit."""
     sys.argv = [path, *flags]
     script = load(path)
     rank = int(os.environ.get("RANK", "0"))
@@ -38,7 +38,7 @@ def main():
             steps[0] += 1
             return super().step(*args, **kwargs)
 
-    def record():
+    def take():
         params.append(torch.cat([p.detach().cpu().flatten() for p in agents[0].parameters()]).numpy())
         optimizer_steps.append(steps[0])
 
@@ -56,7 +56,7 @@ def main():
         return envs
 
     def recorded_learning_rate(*args, **kwargs):  # which the scripts call once, at the start of an iteration
-        record()
+        take()
         return learning_rate(*args, **kwargs)
 
     script.Agent, script.optim = RecordedAgent, type("optim", (), {"Adam": RecordedAdam})
@@ -64,10 +64,10 @@ def main():
     try:
         script.process.run(script.main, script.Args, path)
     finally:
-        record()
+        take()
         os.makedirs(out, exist_ok=True)
         np.savez(f"{out}/rank{rank}.npz", actions=actions, params=params, optimizer_steps=optimizer_steps)
 
 
 if __name__ == "__main__":
-    main()
+    record(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -3,6 +3,8 @@
 import glob
 import os
 import random
+import shutil
+import sys
 import time
 
 import numpy as np
@@ -307,34 +309,64 @@ def test_weights_only_start_a_new_run(folder, straight):
     assert "error: the checkpoint has another network: actor.bias (4,) there, (6,) here" in done.stderr
 
 
-def test_what_may_not_change(folder, straight):
+def test_what_may_not_change(folder, straight, capsys):
+    """One line names every difference, and nothing is touched."""
     os.symlink(straight[0].path / "runs", folder.path / "runs")
     before = sorted(os.listdir(folder.path / "runs" / "run"))
+    same = ["--num-envs", 4, *NAMED[2:], "--resume"]
     for flags, says in {
-        ("--gamma", 0.9): "error: --gamma 0.9: the run to continue has 0.99\n",
-        ("--seed", 2, "--env-id", "PongNoFrameskip-v4"): "error: --env-id PongNoFrameskip-v4: the run to continue has "
-        "BreakoutNoFrameskip-v4; --seed 2: the run to continue has 1\n",
-        ("--num-envs", 4): "error: --total-num-envs 8: the run to continue has 4\n",
-        ("--num-steps", 64): "error: --num-steps 64: the run to continue has 32\n",
+        ("--gamma", 0.9): "--gamma 0.9: the run to continue has 0.99",
+        ("--seed", 2, "--env-id", "PongNoFrameskip-v4"): "--env-id PongNoFrameskip-v4: the run to continue has "
+        "BreakoutNoFrameskip-v4; --seed 2: the run to continue has 1",
+        ("--num-envs", 5): "--total-num-envs 5: the run to continue has 4",
+        ("--num-steps", 64): "--num-steps 64: the run to continue has 32",
+        ("--no-resume",): "--run-name run: runs/run exists; --resume continues it, or choose another name",
     }.items():
-        done = folder.run(command(MULTI, *NAMED, "--resume", *flags, nproc=2), code=1)
-        assert done.stderr.count("error: ") == 1 and says in done.stderr
-    done = folder.run(command(MULTI, *NAMED), code=2)
-    assert done.stderr == "error: --run-name run: runs/run exists; --resume continues it, or choose another name\n"
+        assert run_script(folder, *same, *flags) == 2
+        assert capsys.readouterr().err == f"error: {says}\n"
     assert sorted(os.listdir(folder.path / "runs" / "run")) == before
+
+
+def run_script(folder, *flags):
+    """The multi-GPU script as one process, in this one: its exit code."""
+    import ppo_atari_multigpu as script
+
+    def run():
+        sys.argv = ["ppo", *map(str, flags)]
+        script.process.run(script.main, script.Args, script.__file__)
+
+    return folder.here(run)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(folder, straight):
     """RLIMIT_FSIZE ends a write as a full disk does: with an error, in the middle of the file."""
-    flags = [*NAMED, "--resume"]
-    folder.run(
-        command(MULTI, *FLAGS, "--total-timesteps", 2 * 4 * NUM_STEPS, *flags[len(FLAGS) + 2 :], nproc=2)
-    ) if 0 else None
-    limited = ["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *command(MULTI, *NAMED, nproc=2)]
-    done = folder.run(limited)
-    assert done.stderr.count("warning: no checkpoint of iteration") == ITERATIONS // 2
-    assert "File too large" in done.stderr
-    assert final(done.stdout) == straight[1] and checkpoints(folder) == []
+    os.makedirs(folder.path / "runs" / "run")
+    good, *_ = checkpoints(straight[0])
+    shutil.copy(good, folder.path / "runs" / "run")
+    script = command(MULTI, "--num-envs", 4, *NAMED[2:], "--resume")
+    done = folder.run(["bash", "-c", 'ulimit -f 10000; exec "$@"', "-", *script])
+    assert done.stderr.count("warning: no checkpoint of iteration") == 2 and "File too large" in done.stderr
+    assert final(done.stdout)[0] == straight[1][0]
+    left = os.listdir(folder.path / "runs" / "run")
+    assert [name for name in left if name.startswith("checkpoint")] == ["checkpoint-00000008.pt"]
+    assert CheckpointFolder(str(folder.path / "runs" / "run")).newest()["iteration"] == 8
+
+
+def test_videos_and_wandb_go_on(folder, monkeypatch):
+    """The same W&B run with the same rows, a folder an attempt; the rest of a game has a file of its own."""
+    from test_logging import wandb_history
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = [*("--num-envs", 2, "--num-steps", 32, "--no-anneal-lr", "--track", "--capture-video")]
+    for name, total in (("r", 128), ("r", 256), ("whole", 256)):
+        assert run_script(folder, *flags, "--run-name", name, "--total-timesteps", total, "--resume") == 0
+    first, second, whole = sorted(glob.glob(f"{folder.path}/wandb/offline-run-*"), key=os.path.getmtime)
+    assert first.rpartition("-")[2] == second.rpartition("-")[2] != whole.rpartition("-")[2]
+    rows = [wandb_history(attempt) for attempt in (first, second, whole)]
+    assert rows[0] + rows[1] == rows[2] and len(rows[1]) >= 2
+    names = [sorted(os.listdir(f"{folder.path}/videos/{name}")) for name in ("r", "whole")]
+    (rest,) = set(names[0]) - set(names[1])
+    assert "-from-" in rest and set(names[1]) <= set(names[0])
 
 
 # ---- an object store -------------------------------------------------------------------------------------------------

@@ -88,6 +88,18 @@ def offline_run(folder):
     return config, rows, videos
 
 
+def wandb_history(run_folder):
+    """(row number, what must not depend on time) of each row of an offline run."""
+    (file,) = glob.glob(f"{run_folder}/*.wandb")
+    history = []
+    for record in wandb_records(file):
+        if record.history.item:
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            timed = ("_", "time/", "videos", "charts/SPS")
+            history.append((record.history.step.num, {k: v for k, v in row.items() if not k.startswith(timed)}))
+    return history
+
+
 def test_the_offline_wandb_run(tracked):
     config, rows, videos = offline_run(tracked.path)
     assert config["seed"] == 1 and config["env_id"] == "BreakoutNoFrameskip-v4" and config["num_envs"] == 2
