@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test check format clean
+.PHONY: setup train test test-slow check format clean
 
 setup: $(VENV)/.installed
 
@@ -19,6 +19,9 @@ train: setup  ## PPO on Breakout with two processes; `make train ARGS="--env-id 
 
 test: setup  ## the fast suite; `make test ARGS="tests/test_atari.py"` runs a part
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup  ## the longer proofs: twenty kills, nodes that leave and join
+	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
 check: setup  ## what CI runs
 	$(BIN)/ruff format --check .

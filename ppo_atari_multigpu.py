@@ -123,23 +123,19 @@ def make_env(
     max_episode_frames=108_000,  # 30 minutes of play, then truncated
 ):
     """A function that makes one environment. `AtariGame` explains the keywords; they act in this order."""
-
-    def thunk():
-        return AtariGame(
-            env_id,
-            seed,
-            noop_max=noop_max,
-            frame_skip=frame_skip,
-            screen_size=screen_size,
-            episodic_life=episodic_life,
-            fire_reset=fire_reset,
-            clip_reward=clip_reward,
-            frame_stack=frame_stack,
-            max_episode_frames=max_episode_frames,
-            recorder=VideoRecorder(f"videos/{run_name}") if capture_video else None,
-        )
-
-    return thunk
+    return lambda: AtariGame(
+        env_id,
+        seed,
+        noop_max=noop_max,
+        frame_skip=frame_skip,
+        screen_size=screen_size,
+        episodic_life=episodic_life,
+        fire_reset=fire_reset,
+        clip_reward=clip_reward,
+        frame_stack=frame_stack,
+        max_episode_frames=max_episode_frames,
+        recorder=VideoRecorder(f"videos/{run_name}") if capture_video else None,
+    )
 
 
 # === Agent ============================================================================================================
@@ -259,7 +255,6 @@ def main(args, on_exit):
     check_wandb_login(args)
 
     generator = seeding.seed_everything(args.seed, args.torch_deterministic)
-
     run_name = make_run_folder(args, args.env_id)
     logger = open_logger(args, run_name, num_iterations * batch_size, saved)
     on_exit.callback(logger.close)
@@ -267,7 +262,6 @@ def main(args, on_exit):
     thunks = [make_env(args.env_id, s, args.capture_video and e == 0, run_name) for e, s in seeds]
     envs = make_vector(thunks, args.vector_env)
     on_exit.callback(envs.close)
-    num_actions = envs.single_action_space.n
 
     agent = Agent(envs, args.activation_checkpointing).to(device)
     for tensor in agent.state_dict().values():  # [ddp] all start from rank 0's weights
@@ -287,7 +281,6 @@ def main(args, on_exit):
     actions = torch.zeros((num_steps, num_envs), dtype=torch.long, device=device)
     logprobs, rewards, dones, values = torch.zeros((4, num_steps, num_envs), device=device).unbind()
 
-    first_iteration = saved.get("iteration", 0) + 1
     global_step = saved.get("global_step", 0)  # environment steps of the whole job
     if "envs" in saved:  # go on where the checkpoint was written
         optimizer.load_state_dict(saved["optimizer"])
@@ -305,11 +298,11 @@ def main(args, on_exit):
     clock = Stopwatch("env", "inference", "update", "allreduce", "checkpoint")
     stop_signal = process.StopSignal()
 
-    for iteration in range(first_iteration, num_iterations + 1):
+    for iteration in range(saved.get("iteration", 0) + 1, num_iterations + 1):
         optimizer.param_groups[0]["lr"] = learning_rate(args, iteration, num_iterations)
 
         # === Rollout ==================================================================================================
-        noise = gumbel((num_steps, total_num_envs, num_actions), generator)[:, mine].to(device)  # [ddp]
+        noise = gumbel((num_steps, total_num_envs, envs.single_action_space.n), generator)[:, mine].to(device)  # [ddp]
         for step in range(num_steps):
             obs[step] = next_obs.movedim(1, -1)
             dones[step] = next_done  # 1 if obs[step] opens a new episode
@@ -432,14 +425,10 @@ def main(args, on_exit):
         games = []
         logger.metrics(metrics, global_step)
 
-        stop = totals[10] > 0 and iteration < num_iterations  # some process got SIGTERM or SIGINT: all leave here
+        stop = totals[10] > 0 and iteration < num_iterations  # a process got SIGTERM or SIGINT: all leave here
         if stop or iteration == num_iterations or iteration % (args.checkpoint_every or num_iterations) == 0:
             env_states = list(zip(envs.get_attr("state"), next_obs.cpu(), next_done.tolist(), strict=True))
-            state = {
-                "agent": agent.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "generator": generator.get_state(),
-            }
+            state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), generator=generator.get_state())
             save_checkpoint(args, logger, iteration, global_step, env_states, state)
             clock.lap("checkpoint")
         if stop:

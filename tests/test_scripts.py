@@ -25,13 +25,13 @@ def test_the_diff_is_a_lesson():
 
 
 def test_the_scripts_stay_short():
-    assert len(lines(SINGLE)) <= 405 and len(lines(MULTI)) <= 470
+    assert len(lines(SINGLE)) < 400 and len(lines(MULTI)) <= 470
 
 
 def test_what_training_imports_stays_small_and_imports_no_tools():
     modules = ("atari", "checkpoint", "config", "logger", "process", "seeding")
     sources = [(ROOT / "cleanrl_utils" / f"{m}.py").read_text() for m in modules]
-    assert sum(source.count("\n") for source in sources) < 900
+    assert sum(source.count("\n") for source in sources) < 1400
     imported = {
         line.split()[1]
         for source in [*sources, *(("\n".join(lines(s))) for s in (SINGLE, MULTI))]
