@@ -11,6 +11,7 @@ A checkpoint is one file, `{checkpoint_dir}/{run_name}/checkpoint-{iteration}.pt
 It is written beside, flushed to the disk and renamed. The zip format brings the checksums.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import io
@@ -115,8 +116,9 @@ class CheckpointFolder:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-            except OSError:
-                os.remove(f"{path}.tmp")  # of a full disk
+            except OSError:  # a full disk
+                with contextlib.suppress(OSError):
+                    os.remove(f"{path}.tmp")
                 raise
             os.replace(f"{path}.tmp", path)
             folder = os.open(self.path, os.O_RDONLY)
@@ -316,6 +318,7 @@ def _lock(name: str) -> Any:
 
 def _find(args: RunArgs) -> dict[str, Any]:
     """What to continue, by rank 0's files; not by torchrun's count of restarts, which can differ between machines."""
+    CheckpointFolder(args.checkpoint_dir)  # an unknown kind of store is an error now, not at the first checkpoint
     if args.run_name is not None:
         before = _last_start(args.run_name)
         if before and (args.resume or before["launch"] == launch_id() != "none"):

@@ -83,7 +83,7 @@ def flag_name(field: str) -> str:
 def require(holds: bool, flag: str, value: object, rule: str) -> None:
     """Usage error naming the flag, the value and the rule, unless the rule holds."""
     if not holds:
-        raise UsageError(f"{flag} {value}: {rule}")
+        raise UsageError(f"{flag} {value}".rstrip() + f": {rule}")
 
 
 def parse(args_class: type, argv: list[str]) -> Any:

@@ -178,8 +178,7 @@ class StopSignal:
     received: ClassVar[list[int]] = []  # by this process
 
     def __init__(self) -> None:
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: self.received.append(number))
+        _on_stop_signals(lambda number, frame: self.received.append(number))
 
     @property
     def asked(self) -> bool:
@@ -187,10 +186,15 @@ class StopSignal:
         return bool(self.received)
 
 
+def _on_stop_signals(handler: Any) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+
+
 def _leave(number: int, frame: Any) -> None:
     """Until the training begins a signal ends the process at once: there is nothing to save."""
-    for other in STOP_SIGNALS:  # torchrun sends a second one; let the closing finish
-        signal.signal(other, lambda number, frame: None)  # SIG_IGN prints an error where one is already pending
+    # torchrun sends a second one; let the closing finish. SIG_IGN prints an error where one is already pending.
+    _on_stop_signals(lambda number, frame: None)
     StopSignal.received.append(number)
     raise KeyboardInterrupt
 
@@ -213,8 +217,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
     from rank 0. What `main` registers on the `ExitStack` is closed in every case, last in first out.
     """
     code, rank = 1, ranks()[0]
-    for number in STOP_SIGNALS:
-        signal.signal(number, _leave)
+    _on_stop_signals(_leave)
     try:
         args = parse(args_class, sys.argv[1:])
         if args.exp_name is None:
@@ -223,13 +226,13 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         prepare_process(args.num_threads)
         with ExitStack() as on_exit:
             main(args, on_exit)
+            _on_stop_signals(_leave)  # an upload may take for ever
         code = 0
     except (UsageError, Fault) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         else:
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
+            _on_stop_signals(signal.SIG_DFL)
             time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
         code = 2 if isinstance(error, UsageError) else 1
     except (Stopped, KeyboardInterrupt) as stop:
@@ -239,7 +242,8 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         if isinstance(stop, KeyboardInterrupt) and StopSignal.received[0] == signal.SIGTERM and under_torchrun():
             code = 128 + signal.SIGTERM  # perhaps no preemption: torchrun ends the others so where one has failed
     except SystemExit as leave:  # --help
-        code = int(leave.code or 0)
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        raise
     finally:
         _write_status(code)
     sys.exit(code)

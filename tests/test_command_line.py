@@ -51,6 +51,10 @@ BAD = {
     "--run-name ../elsewhere": "--run-name '../elsewhere': must be a name",
     "--run-name /tmp/x": "--run-name '/tmp/x': must be a name",
     "--no-such-flag 3": "--no-such-flag",
+    "--resume": "--resume: needs the --run-name of the run to continue",
+    "--checkpoint-every -1": "--checkpoint-every -1: must be 0 or above",
+    "--checkpoint-dir nowhere://x": "--checkpoint-dir: nowhere://x: ValueError: Protocol not known",
+    "--init-from no/such/file.pt": "--init-from no/such/file.pt: there is no checkpoint",
     "3": "3",
 }
 BAD_MULTI = {

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import MULTI, ROOT, alive, children, final, kill_group, wait_until
+from conftest import MULTI, ROOT, alive, children, final, free_port, kill_group, scalars, wait_until
 
 FLAGS = [*("--num-envs", 2, "--num-steps", 32, "--num-minibatches", 2, "--update-epochs", 2, "--num-threads", 1)]
 NAMED = [*FLAGS, "--run-name", "run", "--checkpoint-every", 2]
@@ -130,6 +130,33 @@ def test_torchrun_s_restart_continues_the_run(launch):
     job.wait_for("run: runs/run, from step ")
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75, job.said
+
+
+@pytest.mark.slow
+def test_machines_leave_and_join(launch, folder):
+    """Two agents, of which one is killed, comes back, and is preempted: the other goes on, with all environments."""
+    options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+    options.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    first = launch(options, *NAMED)  # where the rendezvous is
+    time.sleep(3)
+    second = launch(options, *NAMED)
+    first.wait_for("checkpoint: ")
+    os.kill(children(second.process.pid)[0], signal.SIGKILL)
+    first.wait_for("notice: continued within rounding, not bit for bit: processes 2 -> 1")
+    first.wait_for("run: runs/run, from step ")
+    third = launch(options, *NAMED)
+    first.wait_for("notice: continued within rounding, not bit for bit: processes 1 -> 2")
+    time.sleep(10)
+    first.said.clear()
+    third.process.send_signal(signal.SIGTERM)
+    assert third.end() == 75
+    first.wait_for("stopped after iteration ")
+    first.wait_for("run: runs/run, from step ")
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end() == 75
+    second.end()
+    steps = [step for step, _ in scalars(f"{folder.path}/runs/run")["charts/SPS"]]
+    assert steps == [4 * 32 * i for i in range(1, len(steps) + 1)], "none twice, none missing, always 4 environments"
 
 
 def test_restarts_need_a_name(launch):
