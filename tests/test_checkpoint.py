@@ -290,23 +290,23 @@ def test_the_number_of_processes_may_change(folder, processes):
     assert [step for step, _ in points["charts/SPS"]] == [batch * i for i in range(1, 5 * len(processes) + 1)]
 
 
-def test_a_finished_run_has_nothing_to_do(folder, straight):
+def test_a_finished_run_has_nothing_to_do(folder, straight, capsys):
     os.symlink(straight[0].path / "runs", folder.path / "runs")
     before = logged(folder)
-    done = folder.run(command(MULTI, *NAMED, "--resume", nproc=2))
-    assert final(done.stdout) == straight[1] and logged(folder) == before
+    assert run_script(folder, "--num-envs", 4, *NAMED[2:], "--resume") == 0
+    assert final(capsys.readouterr().out) == straight[1] and logged(folder) == before
 
 
-def test_weights_only_start_a_new_run(folder, straight):
+def test_weights_only_start_a_new_run(folder, straight, capsys):
     (*_, newest) = checkpoints(straight[0])
-    flags = [*SMALL, "--num-envs", 2, "--total-timesteps", 32, "--learning-rate", 1e-9]
-    done = folder.run(command(SINGLE, *flags, "--init-from", newest))
-    global_step, param_sum = final(done.stdout)
+    flags = [*SMALL, "--num-envs", 2, "--total-timesteps", 32, "--learning-rate", 1e-9, "--init-from", newest]
+    assert run_script(folder, *flags) == 0
+    global_step, param_sum = final(capsys.readouterr().out)
     assert global_step == 32 and param_sum == pytest.approx(straight[1][1], abs=1e-2)
     state = torch.load(glob.glob(f"{folder.path}/runs/*/checkpoint-*")[0], weights_only=True)
     assert state["optimizer"]["state"][0]["step"] == 4 and state["iteration"] == 1
-    done = folder.run(command(SINGLE, *flags, "--init-from", newest, "--env-id", "PongNoFrameskip-v4"), code=2)
-    assert "error: the checkpoint has another network: actor.bias (4,) there, (6,) here" in done.stderr
+    assert run_script(folder, *flags, "--env-id", "PongNoFrameskip-v4") == 2
+    assert "error: the checkpoint has another network: actor.bias (4,) there, (6,) here" in capsys.readouterr().err
 
 
 def test_what_may_not_change(folder, straight, capsys):

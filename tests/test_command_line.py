@@ -144,6 +144,13 @@ def test_every_flag_is_explained():
             assert following.lstrip().startswith('"""'), f"no docstring: {field}"
 
 
+def test_restarts_need_a_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert run_main(ppo_atari_multigpu, "", monkeypatch, tmp_path) == 2
+    rule = "needs --run-name, by which restarted processes find their run"
+    assert capsys.readouterr().err == f"error: --max-restarts 2: {rule}\n"
+
+
 @pytest.mark.parametrize("script", [ppo_atari, ppo_atari_multigpu])
 def test_no_flags_at_all(script):
     """`make train` and `python ppo_atari.py` give none."""

@@ -159,12 +159,6 @@ def test_machines_leave_and_join(launch, folder):
     assert steps == [4 * 32 * i for i in range(1, len(steps) + 1)], "none twice, none missing, always 4 environments"
 
 
-def test_restarts_need_a_name(launch):
-    job = launch([*TWO, "--max-restarts=2"], *FLAGS)
-    assert job.end() == 2
-    assert any("error: --max-restarts 2: needs --run-name" in line for line in job.said)
-
-
 def test_a_folder_in_use_is_waited_for_or_refused(folder, monkeypatch):
     """A resumed job waits for the end of the one before it, but not for ever."""
     import ppo_atari
