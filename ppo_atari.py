@@ -390,7 +390,7 @@ def main(args, on_exit):
             save_checkpoint(args, logger, iteration, global_step, env_states, state)
             clock.lap("checkpoint")
         if stop:
-            raise process.Stopped(f"after iteration {iteration}; --resume --run-name {run_name} continues")
+            raise process.Stopped(f"after iteration {iteration}; --resume --run-name {run_name} continues it")
 
     logger.final(global_step, sum(p.detach().double().sum() for p in params))
 

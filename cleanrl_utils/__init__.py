@@ -6,5 +6,10 @@
 | `seeding`     | the three levels of seeds: experiment, process, environment                     |
 | `atari`       | one Atari game with its preprocessing, the vector of them, the video recorder   |
 | `process`     | ranks, device, threads, the process group, exit codes                           |
+| `checkpoint`  | the run's folder, the state of the whole job, and how a start goes on from it    |
 | `logger`      | TensorBoard, Weights & Biases, progress, time shares                            |
+
+`python -m cleanrl_utils.launch` starts a script so that its signals and its exit code arrive.
 """
+
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130  # 75: EX_TEMPFAIL of sysexits.h, try again later

@@ -203,8 +203,8 @@ class AtariGame(gym.Wrapper):
         for generator, value in zip(self._generators(), state["generators"], strict=True):
             generator.bit_generator.state = value
         self._stack[:] = state["stack"].numpy()
-        if self.recorder and state["recorder"]:
-            self.recorder.position = state["recorder"]
+        if self.recorder:
+            self.recorder.position = state["recorder"] or (0, 0)  # (0, 0): the run was not recorded until now
         for name in self.STATE:
             setattr(self, name, state[name])
 

@@ -13,12 +13,14 @@ It is written beside, flushed to the disk and renamed. The zip format brings the
 
 import contextlib
 import fcntl
+import glob
 import importlib.metadata
 import io
 import json
 import os
 import platform
 import random
+import re
 import sys
 import threading
 import time
@@ -35,7 +37,7 @@ from cleanrl_utils.process import gather, on_rank_0, ranks
 
 FORMAT, VERSION = "cleanrl-distributed checkpoint", 1
 KEEP = 3
-WRITE_LIMIT = 60.0  # seconds; then the training goes on without this checkpoint
+WRITE_LIMIT = 20.0  # seconds; then the run goes on, or ends, without this checkpoint. torchrun gives 30 to end.
 LOCK_WAIT = 60.0  # seconds that a run waits for the job before it to end
 
 # Every other argument must be that of the run that is continued, also those that a copied script adds.
@@ -64,6 +66,11 @@ class CheckpointFolder:
             raise UsageError(f"--checkpoint-dir: {url}: {_line(error)}") from None
         self.local = isinstance(self.fs, LocalFileSystem)
 
+    def require_folder(self) -> None:
+        """Usage error if something else is in its place."""
+        if self.local and os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise UsageError(f"--checkpoint-dir: {self.path} is not a folder")
+
     def files(self) -> list[str]:
         """Paths of the checkpoints, the newest last."""
         try:
@@ -72,7 +79,7 @@ class CheckpointFolder:
             return []
         except Exception as error:  # whatever a store says
             raise Fault(f"can't read {self.path}: {_line(error)}") from None
-        return sorted(name for name in names if os.path.basename(name).startswith("checkpoint-") and name[-3:] == ".pt")
+        return sorted(name for name in names if re.fullmatch(r"checkpoint-\d{8}\.pt", os.path.basename(name)))
 
     def read(self, path: str) -> dict[str, Any]:
         """A checkpoint's contents; `Unreadable` where it is damaged or foreign, a usage error where it is too new."""
@@ -126,8 +133,12 @@ class CheckpointFolder:
             os.close(folder)
         else:
             self.fs.pipe_file(path, data)  # an object store shows an object once all of it has arrived
-        for old in self.files()[:-KEEP]:
-            self.fs.rm_file(old)
+        with contextlib.suppress(Exception):  # what can't be removed now is removed the next time
+            for old in self.files()[:-KEEP]:
+                self.fs.rm_file(old)
+            if self.local:
+                for left in glob.glob(f"{glob.escape(self.path)}/checkpoint-*.pt.tmp"):  # by a process that was killed
+                    os.remove(left)
 
 
 def save_checkpoint(
@@ -144,15 +155,17 @@ def save_checkpoint(
     state = {**state, "iteration": iteration, "global_step": global_step}
     envs = [tuple(x.clone() if torch.is_tensor(x) else x for x in env) for env in envs]  # a row drags its tensor along
     state |= {"envs": gather(envs), "random": gather([_random_state()])}
-    if ranks()[0] != 0:
-        return
+    on_rank_0(_save, args, logger, state, start)  # all wait: if one left, torchrun would end rank 0 while it writes
+
+
+def _save(args: RunArgs, logger: NullLogger, state: dict[str, Any], start: float) -> None:
     state |= {"format": FORMAT, "version": VERSION, "launch": launch_id(), "logger": logger.state()}
     state |= {"config": run_config(args), "machine": machine(args)}
     data = io.BytesIO()
     torch.save(state, data)
     logger.flush()  # so that no step before the checkpoint's can be missing from the logs
     folder = CheckpointFolder(f"{args.checkpoint_dir}/{logger.run_name}")
-    name = f"checkpoint-{iteration:08}.pt"
+    name = f"checkpoint-{state['iteration']:08}.pt"
     problem = [f"not written within {WRITE_LIMIT:.0f} s"]
 
     def write() -> None:
@@ -166,7 +179,7 @@ def save_checkpoint(
     writer.start()
     writer.join(WRITE_LIMIT)
     if problem:
-        logger.say(f"warning: no checkpoint of iteration {iteration}: {problem[0]}")
+        logger.say(f"warning: no checkpoint of iteration {state['iteration']}: {problem[0]}")
     else:
         seconds = time.monotonic() - start
         logger.say(f"checkpoint: {folder.path}/{name}  {data.tell() / 1e6:.1f} MB in {seconds:.2f} s")
@@ -182,15 +195,19 @@ def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
     state = on_rank_0(_find, args)
     if "config" not in state:
         return args, state
-    run = state["config"]
-    if state["launch"] == launch_id() != "none" and "total_num_envs" in asdict(args):
-        sizes: dict[str, Any] = {"batch_size": None, **{name: run[name] for name in ("total_num_envs", "num_steps")}}
+    run, now = state["config"], run_config(args)
+    sizes: dict[str, Any] = {name: run[name] for name in ("total_num_envs", "num_steps")}
+    if state["launch"] == launch_id() != "none" and any(now[name] != size for name, size in sizes.items()):
+        if ranks()[0] == 0:
+            print(f"notice: restarted by torchrun with the sizes of the run: {sizes}", file=sys.stderr)
+        sizes["batch_size"] = None  # the run's num_steps came from it
         args = replace(args, **sizes)
+        now = run_config(args)
     if "envs" not in state:
-        return args, {}
-    now = run_config(args)
+        return args, {"agent": state["agent"]} if "agent" in state else {}
+    flags = {name: flag_name(name if hasattr(args, name) else "num_envs") for name in run.keys() | now.keys()}
     rules = [
-        f"{flag_name(name)} {now.get(name)}: the run to continue has {run.get(name)}"
+        f"{flags[name]} {now.get(name)}: the run to continue has {run.get(name)}"
         for name in sorted(run.keys() | now.keys())
         if run.get(name) != now.get(name)
     ]
@@ -281,8 +298,12 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
         # the slash of ALE/Pong-v5 would be a folder in runs/
         name = args.run_name or f"{env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{second}"
         try:
-            os.makedirs(f"runs/{name}", exist_ok=args.run_name in _locks)
-            lock = _lock(name)
+            os.makedirs(f"runs/{name}", exist_ok=os.path.abspath(f"runs/{name}") in _locks and name == args.run_name)
+            folder = CheckpointFolder(f"{args.checkpoint_dir}/{name}")
+            if folder.local:
+                os.makedirs(folder.path, exist_ok=True)
+                _lock(folder.path)  # another job may run in another folder and write the same checkpoints
+            lock = _lock(f"runs/{name}")
             lock.truncate(0)
             json.dump({"launch": launch_id(), "config": run_config(args)}, lock)
             lock.flush()
@@ -295,13 +316,14 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
             raise UsageError(f"can't make runs/{name} in {os.getcwd()}: {error.strerror}") from None
 
 
-_locks: dict[str, Any] = {}  # by run name; the kernel frees them when the process is gone, however it ended
+_locks: dict[str, Any] = {}  # by folder; the kernel frees them when the process is gone, however it ended
 
 
-def _lock(name: str) -> Any:
-    """The locked file runs/{name}/.lock. Waits for a job that is ending, refuses beside one that goes on."""
-    if name not in _locks:
-        file = open(f"runs/{name}/.lock", "a+")  # noqa: SIM115
+def _lock(folder: str) -> Any:
+    """The locked file `.lock` of a folder. Waits for a job that is ending, refuses beside one that goes on."""
+    folder = os.path.abspath(folder)
+    if folder not in _locks:
+        file = open(f"{folder}/.lock", "a+")  # noqa: SIM115
         deadline = time.monotonic() + LOCK_WAIT
         while True:
             try:
@@ -309,42 +331,55 @@ def _lock(name: str) -> Any:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    rule = f"another job has been using runs/{name} for {LOCK_WAIT:.0f} s"
-                    raise UsageError(f"--run-name {name}: {rule}") from None
+                    raise UsageError(f"another job has been using {folder} for {LOCK_WAIT:.0f} s") from None
                 time.sleep(0.2)
-        _locks[name] = file
-    return _locks[name]
+        _locks[folder] = file
+    return _locks[folder]
 
 
 def _find(args: RunArgs) -> dict[str, Any]:
     """What to continue, by rank 0's files; not by torchrun's count of restarts, which can differ between machines."""
-    CheckpointFolder(args.checkpoint_dir)  # an unknown kind of store is an error now, not at the first checkpoint
+    CheckpointFolder(args.checkpoint_dir).require_folder()  # and an error if it is an unknown kind of store
     if args.run_name is not None:
-        before = _last_start(args.run_name)
-        if before and (args.resume or before["launch"] == launch_id() != "none"):
-            _lock(args.run_name)
-        folder = CheckpointFolder(f"{args.checkpoint_dir}/{args.run_name}")
-        newest = folder.newest() or before
-        restarted = newest is not None and newest["launch"] == launch_id() != "none"
-        if newest is not None and not (args.resume or restarted):
-            rule = f"runs/{args.run_name} exists; --resume continues it, or choose another name"
-            raise UsageError(f"--run-name {args.run_name}: {rule}")
-        if newest is not None and (restarted or "envs" in newest):
-            return newest
-    if args.init_from is not None:
-        return {"agent": _weights_of(args.init_from)}
-    return {}
+        try:
+            found = _find_run(args, f"runs/{args.run_name}")
+        except OSError as error:
+            raise UsageError(f"--run-name {args.run_name}: {_line(error)}") from None
+        if "envs" in found:
+            return found
+    else:
+        found = {}
+    return {**found, "agent": _weights_of(args.init_from)} if args.init_from is not None else found
 
 
-def _last_start(run_name: str) -> dict[str, Any] | None:
+def _find_run(args: RunArgs, run: str) -> dict[str, Any]:
+    """The newest checkpoint; else, in a restart by torchrun, what the start before left; else {}."""
+    before = _last_start(run)
+    restarted = before is not None and before["launch"] == launch_id() != "none"
+    folder = CheckpointFolder(f"{args.checkpoint_dir}/{args.run_name}")
+    if before and (args.resume or restarted):
+        _lock(run)
+        if folder.local and os.path.isdir(folder.path):
+            _lock(folder.path)
+    newest = folder.newest()
+    restarted = restarted or (newest is not None and newest["launch"] == launch_id() != "none")
+    if (before or newest) and not (args.resume or restarted):
+        rule = f"{run if before else folder.path} exists; --resume continues it, or choose another name"
+        raise UsageError(f"--run-name {args.run_name}: {rule}")
+    found = newest or (before if restarted and before else {})
+    return {**found, "launch": launch_id()} if restarted else found
+
+
+def _last_start(run: str) -> dict[str, Any] | None:
     """What the last job that used the run's folder left about itself, if there was one."""
     try:
-        with open(f"runs/{run_name}/.lock") as file:
-            return json.load(file)
+        with open(f"{run}/.lock") as file:
+            left = json.load(file)
+            return left if isinstance(left, dict) and {"launch", "config"} <= left.keys() else {"launch": "none"}
     except ValueError:
         return {"launch": "none"}
     except FileNotFoundError:
-        return {"launch": "none"} if os.path.exists(f"runs/{run_name}") else None
+        return {"launch": "none"} if os.path.exists(run) else None
 
 
 def _weights_of(path: str) -> dict[str, torch.Tensor]:

@@ -138,10 +138,16 @@ def check_run_args(args: RunArgs) -> None:
     if args.run_name is not None:
         plain = args.run_name and not os.path.isabs(args.run_name) and ".." not in args.run_name.split("/")
         require(bool(plain), "--run-name", repr(args.run_name), "must be a name for a folder inside runs/")
+    for flag, name in (("--run-name", args.run_name), ("--exp-name", args.exp_name)):
+        require(":" not in (name or ""), flag, repr(name), "must be without a colon, which URLs of checkpoints have")
     require(args.run_name is not None or not args.resume, "--resume", "", "needs the --run-name of the run to continue")
+    require(args.checkpoint_dir != "", "--checkpoint-dir", "''", "must be a folder or a URL")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    rule = "needs --run-name, by which restarted processes find their run"
-    require(args.run_name is not None or restarts == "0", "--max-restarts", restarts, rule)
+    if restarts != "0":
+        rule = "needs --run-name, by which restarted processes find their run"
+        require(args.run_name is not None, "--max-restarts", restarts, rule)
+        rule = "needs --standalone, or --rdzv-backend=c10d and --rdzv-id: static rendezvous can't restart"
+        require(os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none", "--max-restarts", restarts, rule)
     if args.capture_video:
         found = importlib.util.find_spec("imageio_ffmpeg") is not None
         require(found, "--capture-video", "", "needs imageio-ffmpeg: pip install 'cleanrl-distributed[video]'")

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from types import FrameType
 
-from cleanrl_utils.process import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED  # not torch: signals are to be heard from the start on
 
 HELP = """usage: python -m cleanrl_utils.launch [TORCHRUN OPTIONS] SCRIPT.py [FLAGS OF THE SCRIPT]
 
@@ -76,14 +76,14 @@ def main(argv: list[str]) -> int:
         if received:
             child.send_signal(stop)
         code = child.wait()
+        written = ""
         if os.path.exists(status):
             with open(status) as file:
-                code = int(file.read() or 1)
-        elif code < 0:
-            code = 128 - code
-    if received and code not in (0, 2):
-        code = EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_PREEMPTED
-    return code
+                written = file.read()
+    asked = EXIT_INTERRUPTED if received[:1] == [signal.SIGINT] else EXIT_PREEMPTED
+    if written in ("", str(128 + signal.SIGTERM)):  # the script was killed, or had not begun
+        return asked if received else 128 - code if code < 0 else code
+    return asked if int(written) == EXIT_PREEMPTED and received else int(written)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """TensorBoard, Weights & Biases, the progress display, and where the time went."""
 
+import contextlib
 import dataclasses
 import glob
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ class Logger(NullLogger):
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(total_timesteps, self._step)
         self._videos_sent: set[str] = set()
+        self._disk_failed = False
         self._first_step, self._start = self._step, time.monotonic()
 
     def say(self, line: str) -> None:
@@ -98,8 +100,9 @@ class Logger(NullLogger):
         print(f"final: global_step={global_step} param_sum={param_sum:.10f}", flush=True)
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:
-        for tag, value in metrics.items():
-            self._writer.add_scalar(tag, value, step)
+        with self._whatever_the_disk():
+            for tag, value in metrics.items():
+                self._writer.add_scalar(tag, value, step)
         if self._wandb:
             self._wandb.log({**metrics, "global_step": step}, step=self._rows)
         self._rows += 1
@@ -115,12 +118,23 @@ class Logger(NullLogger):
                     self._videos_sent.add(file)
                     self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
 
+    @contextlib.contextmanager
+    def _whatever_the_disk(self) -> Iterator[None]:
+        """A full disk costs TensorBoard's points, not the run."""
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_failed:
+                self.say(f"warning: TensorBoard's events of this start can't be written any more: {error}")
+            self._disk_failed = True
+
     def state(self) -> dict[str, Any]:
         wandb_id = self._wandb.id if self._wandb else None
         return {"returns": list(self._returns), "rows": self._rows, "wandb_id": wandb_id}
 
     def flush(self) -> None:
-        self._writer.flush()
+        with self._whatever_the_disk():
+            self._writer.flush()
         for path in glob.glob(f"runs/{glob.escape(self.run_name)}/events*"):
             with open(path, "rb") as file:
                 os.fsync(file.fileno())  # of the file, whoever wrote it
@@ -128,7 +142,8 @@ class Logger(NullLogger):
     def close(self) -> None:
         self._progress.close()
         self._send_videos(finished=True)
-        self._writer.close()
+        with self._whatever_the_disk():
+            self._writer.close()
         if self._wandb:
             self._wandb.finish()
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from cleanrl_utils.config import Fault, RunArgs, UsageError, check_run_args, flag_name, parse, require
 
 
@@ -165,7 +166,6 @@ def on_rank_0(function: Callable[..., Any], *args: Any) -> Any:
 
 # torchrun's own signals end it, and with it the job. `cleanrl_utils.launch` uses SIGUSR2 to pass one on.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130  # 75: EX_TEMPFAIL of sysexits.h, try again later
 
 
 class Stopped(Exception):
@@ -199,12 +199,12 @@ def _leave(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _write_status(code: int) -> None:
-    """Tell `cleanrl_utils.launch`, since torchrun reports 1 whatever its processes returned."""
+def _write_status(code: int | None) -> None:
+    """Tell `cleanrl_utils.launch`, since torchrun reports 1 whatever its processes returned. None: not known yet."""
     path = os.environ.get("CLEANRL_STATUS_FILE")
     if path and ranks()[1] == 0:
         with open(path, "w") as file:
-            file.write(str(code))
+            file.write("" if code is None else str(code))
 
 
 Args = TypeVar("Args", bound=RunArgs)
@@ -218,11 +218,14 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
     """
     code, rank = 1, ranks()[0]
     _on_stop_signals(_leave)
+    _write_status(None)
     try:
         args = parse(args_class, sys.argv[1:])
         if args.exp_name is None:
             args = replace(args, exp_name=os.path.splitext(os.path.basename(file))[0])
         check_run_args(args)
+        alone = ranks()[2] == 1 or hasattr(args, "backend")
+        require(alone, os.path.basename(file), "", f"is one process, not {ranks()[2]}; use ppo_atari_multigpu.py")
         prepare_process(args.num_threads)
         with ExitStack() as on_exit:
             main(args, on_exit)

@@ -352,6 +352,68 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(folder, straight):
     assert CheckpointFolder(str(folder.path / "runs" / "run")).newest()["iteration"] == 8
 
 
+def test_weights_only_survive_a_restart_before_the_first_checkpoint(folder, straight, monkeypatch, capsys):
+    """And the sizes of the job do, which the command line alone would change with the number of processes."""
+    import ppo_atari_multigpu as script
+    from cleanrl_utils import checkpoint
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    args = script.Args(run_name="new", init_from=str(checkpoints(straight[0])[-1]), num_envs=4)
+
+    def start():
+        args_now, saved = checkpoint.load_checkpoint(args)
+        checkpoint.make_run_folder(args_now, args_now.env_id)
+        starts.append((args_now.total_num_envs, saved.keys()))
+        sys.exit(0)
+
+    starts = []
+    assert folder.here(start) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert folder.here(start) == 0
+    assert starts == [(None, {"agent"}), (4, {"agent"})]
+    assert "notice: restarted by torchrun" in capsys.readouterr().err
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    for name in ("checkpoint-best.pt", "checkpoint-0.pt", "notes.txt", "checkpoint-00000001.pt.tmp"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "checkpoint-dir.pt").mkdir()
+    assert folder.newest() is None
+    for iteration in range(2, 8):
+        folder.write(f"checkpoint-{iteration:08}.pt", b"x")
+    kept = [f"checkpoint-{iteration:08}.pt" for iteration in (5, 6, 7)]
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [*kept, "checkpoint-best.pt", "checkpoint-0.pt", "checkpoint-dir.pt", "notes.txt"]
+    )
+
+
+def test_a_full_disk_costs_points_and_not_the_run(tmp_path, monkeypatch, capsys):
+    import ppo_atari
+    from cleanrl_utils.logger import Logger
+
+    monkeypatch.chdir(tmp_path)
+    logger = Logger(ppo_atari.Args(), "run", 100, {})
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    for call in ("add_scalar", "flush", "close"):
+        monkeypatch.setattr(logger._writer, call, full)
+    logger.metrics({"losses/value_loss": 1.0}, 8)
+    logger.games([(8, 1.0, 1)])
+    logger.flush()
+    logger.close()
+    assert capsys.readouterr().err.count("warning: TensorBoard's events of this start can't be written") == 1
+
+
+def test_videos_may_begin_in_a_continued_run(folder):
+    flags = ["--num-envs", 1, "--num-steps", 32, "--no-anneal-lr", "--run-name", "v"]
+    assert run_script(folder, *flags, "--total-timesteps", 32) == 0
+    assert run_script(folder, *flags, "--total-timesteps", 64, "--resume", "--capture-video") == 0
+    assert os.listdir(folder.path / "videos" / "v") == ["rl-video-episode-0.mp4"]
+
+
 def test_videos_and_wandb_go_on(folder, monkeypatch):
     """The same W&B run with the same rows, a folder an attempt; the rest of a game has a file of its own."""
     from test_logging import wandb_history

@@ -51,6 +51,8 @@ BAD = {
     "--run-name ../elsewhere": "--run-name '../elsewhere': must be a name",
     "--run-name /tmp/x": "--run-name '/tmp/x': must be a name",
     "--no-such-flag 3": "--no-such-flag",
+    "--run-name a::b": "--run-name 'a::b': must be without a colon",
+    "--checkpoint-dir=": "--checkpoint-dir '': must be a folder or a URL",
     "--resume": "--resume: needs the --run-name of the run to continue",
     "--checkpoint-every -1": "--checkpoint-every -1: must be 0 or above",
     "--checkpoint-dir nowhere://x": "--checkpoint-dir: nowhere://x: ValueError: Protocol not known",
@@ -149,6 +151,25 @@ def test_restarts_need_a_name(tmp_path, monkeypatch, capsys):
     assert run_main(ppo_atari_multigpu, "", monkeypatch, tmp_path) == 2
     rule = "needs --run-name, by which restarted processes find their run"
     assert capsys.readouterr().err == f"error: --max-restarts 2: {rule}\n"
+    assert run_main(ppo_atari_multigpu, "--run-name x", monkeypatch, tmp_path) == 2
+    assert "error: --max-restarts 2: needs --standalone, or --rdzv-backend=c10d" in capsys.readouterr().err
+
+
+def test_the_single_script_is_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_main(ppo_atari, "", monkeypatch, tmp_path) == 2
+    assert capsys.readouterr().err == "error: ppo_atari.py: is one process, not 2; use ppo_atari_multigpu.py\n"
+
+
+def test_a_run_name_that_is_a_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "file").write_text("")
+    assert run_main(ppo_atari, "--run-name file --resume", monkeypatch, tmp_path) == 2
+    assert capsys.readouterr().err.startswith("error: --run-name file: NotADirectoryError")
+    assert run_main(ppo_atari, f"--run-name {'x' * 300}", monkeypatch, tmp_path) == 2
+    assert "error: --run-name xxx" in capsys.readouterr().err
+    assert run_main(ppo_atari, "--checkpoint-dir runs/file", monkeypatch, tmp_path) == 2
+    assert capsys.readouterr().err == f"error: --checkpoint-dir: {tmp_path}/runs/file is not a folder\n"
 
 
 @pytest.mark.parametrize("script", [ppo_atari, ppo_atari_multigpu])
