@@ -35,7 +35,7 @@ import tyro
 from torch.utils.checkpoint import checkpoint
 
 from cleanrl_utils import process, seeding
-from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, finished_games, make_vector
+from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, finished_games, game_states, make_vector
 from cleanrl_utils.checkpoint import load_checkpoint, load_weights, make_run_folder, restore_random, save_checkpoint
 from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
 from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
@@ -385,7 +385,7 @@ def main(args, on_exit):
 
         stop = totals[10] > 0 and iteration < num_iterations  # a process got SIGTERM or SIGINT: all leave here
         if stop or iteration == num_iterations or iteration % (args.checkpoint_every or num_iterations) == 0:
-            env_states = list(zip(envs.get_attr("state"), next_obs.cpu(), next_done.tolist(), strict=True))
+            env_states = list(zip(game_states(envs), next_obs.cpu(), next_done.tolist(), strict=True))
             state = dict(agent=agent.state_dict(), optimizer=optimizer.state_dict(), generator=generator.get_state())
             save_checkpoint(args, logger, iteration, global_step, env_states, state)
             clock.lap("checkpoint")

@@ -336,6 +336,14 @@ def finished_games(infos: dict[str, Any]) -> list[tuple[float, int]]:
     return [game for e in np.flatnonzero(infos.get("_games", False)) for game in infos["games"][e]]
 
 
+def game_states(envs: SyncVectorEnv | AsyncVectorEnv) -> list[Any]:
+    """`AtariGame.state` of each environment of a vector; None for environments of a kind that has no `state`."""
+    try:
+        return list(envs.get_attr("state"))
+    except AttributeError:
+        return [None] * envs.num_envs
+
+
 class _Worker:
     """Builds an environment in a worker process that leaves signals to its parent and does not outlive it."""
 

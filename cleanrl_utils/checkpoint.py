@@ -152,6 +152,9 @@ def save_checkpoint(
     before it stay.
     """
     start = time.monotonic()
+    if any(env[0] is None for env in envs):
+        logger.say("warning: no checkpoint: the environments have no attribute `state` to go on from")
+        return
     state = {**state, "iteration": iteration, "global_step": global_step}
     envs = [tuple(x.clone() if torch.is_tensor(x) else x for x in env) for env in envs]  # a row drags its tensor along
     state |= {"envs": gather(envs), "random": gather([_random_state()])}
