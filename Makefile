@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test test-slow check format clean
+.PHONY: setup train test test-slow test-cloud check format clean
 
 setup: $(VENV)/.installed
 
@@ -18,10 +18,14 @@ train: setup  ## PPO on Breakout with two processes; `make train ARGS="--env-id 
 	$(BIN)/torchrun --standalone --nnodes=1 --nproc_per_node=$(NPROC) ppo_atari_multigpu.py $(ARGS)
 
 test: setup  ## the fast suite; `make test ARGS="tests/test_atari.py"` runs a part
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not cloud" $(ARGS)
 
 test-slow: setup  ## the longer proofs: twenty kills, nodes that leave and join
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+test-cloud: setup  ## the schedulers' real parts: Terraform, SLURM, kubectl, an image
+	cloud/tests/setup $(BIN)
+	$(BIN)/python -m pytest -m cloud --timeout 1800 $(ARGS)
 
 check: setup  ## what CI runs
 	$(BIN)/ruff format --check .
