@@ -6,7 +6,7 @@ import glob
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,6 +44,15 @@ class NullLogger:
         """End the logs."""
 
 
+ADVICE = {  # where most of the time went -> what shortens it
+    "env": "more processes, or --vector-env async where cores are idle, step environments at the same time",
+    "inference": "more environments in each process let a forward pass serve more steps",
+    "update": "more processes, a GPU, or --precision bf16 where the processor has bf16 units make it faster",
+    "allreduce": "fewer processes with more environments each, or a faster network, make it smaller",
+    "checkpoint": "a larger --checkpoint-every makes it smaller",
+}
+
+
 class Logger(NullLogger):
     """Writes TensorBoard's event file to the run's folder, and W&B's with `--track`.
 
@@ -73,6 +82,7 @@ class Logger(NullLogger):
         self._progress = progress(total_timesteps, self._step)
         self._videos_sent: set[str] = set()
         self._disk_failed = False
+        self._time: Counter[str] = Counter()  # sums of the iterations' shares
         self._first_step, self._start = self._step, time.monotonic()
 
     def say(self, line: str) -> None:
@@ -90,6 +100,7 @@ class Logger(NullLogger):
         if self._step == self._first_step and seconds > self.SLOW:
             self.say(f"notice: an iteration takes {seconds:.0f} s, and what ends a job may kill it after 30 s")
         self._step = global_step
+        self._time.update({tag[5:]: share for tag, share in metrics.items() if tag.startswith("time/")})
         self._write({**metrics, "charts/SPS": sps}, global_step)
         self._send_videos()
         mean = f"{np.mean(self._returns):.1f}" if self._returns else "-"
@@ -97,6 +108,13 @@ class Logger(NullLogger):
 
     def final(self, global_step: int, param_sum: float) -> None:
         self._progress.close()
+        if self._time:
+            total = sum(self._time.values())
+            most = max(
+                self._time, key=lambda part: self._time[part] * (5 if part in ("allreduce", "checkpoint") else 1)
+            )
+            shares = ", ".join(f"{part} {share / total:.0%}" for part, share in self._time.items())
+            self.say(f"time: {shares}; {most}: {ADVICE.get(most, 'the largest part')}")
         print(f"final: global_step={global_step} param_sum={param_sum:.10f}", flush=True)
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:

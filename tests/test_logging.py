@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from conftest import MULTI, SINGLE, command, final, scalars
 
 from cleanrl_utils.atari import VideoRecorder
-from cleanrl_utils.logger import Logger, Stopwatch
+from cleanrl_utils.logger import ADVICE, Logger, Stopwatch
 
 ITERATION_TAGS = {
     *(f"losses/{name}" for name in ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")),
@@ -51,6 +52,10 @@ def test_the_event_file(tracked):
     parts = ("env", "inference", "update", "allreduce", "checkpoint")
     shares = np.array([[value for _, value in points[f"time/{part}"]] for part in parts])
     assert (shares >= 0).all() and np.allclose(shares.sum(0), 1, atol=1e-5) and (shares[:3] > 0).all()
+    (line,) = [line for line in tracked.output.stderr.splitlines() if line.startswith("time: ")]
+    said = {part: int(percent) / 100 for part, percent in re.findall(r"(\w+) (\d+)%", line)}
+    assert list(said) == list(parts) and np.allclose(list(said.values()), shares.mean(1), atol=0.0051), line
+    assert line.split("; ")[1] == f"{(most := max(said, key=said.get))}: {ADVICE[most]}"
     assert final(tracked.output.stdout)[0] == 3072
     assert [v for _, v in points["charts/learning_rate"]] == pytest.approx([2.5e-4, 2.5e-4 * 2 / 3, 2.5e-4 / 3])
 
