@@ -35,7 +35,7 @@ def _names(names: list[str], kind: str, default: str) -> str:
     dashed = [name if name.startswith("-") else "--" + name.replace("_", "-") for name in names]
     if kind == "bool" and default == "True":
         dashed += [f"--no-{name[2:]}" for name in dashed]
-    return ", ".join(f"`{name}`" for name in dashed)
+    return ", ".join(f"`{name}`{{.flag}}" for name in dashed)  # a class, so that no line breaks in it
 
 
 def _values(kind: str) -> str:

@@ -71,8 +71,9 @@ def test_the_flags_of_the_page_are_the_dataclass(hooks, site, path, args_class):
     assert len(rows) == len(own) >= 15
     html = (site / "flags.html").read_text()
     for (names, _, default, text), field in zip(rows, own, strict=True):
-        assert names.startswith(f"`--{field.name.replace('_', '-')}`") and len(text) > 10
-        assert f"<code>--{field.name.replace('_', '-')}</code>" in html
+        flag = field.name.replace("_", "-")
+        assert names.startswith(f"`--{flag}`{{") and len(text) > 10
+        assert f'<code class="flag">--{flag}</code>' in html
         known = {"None": "not set", "()": "none", "True": "on", "False": "off"}
         assert default == known.get(str(field.default), f"`{field.default}`")
     assert f"<!-- flags: {path} {args_class.__name__} -->" in (DOCS / "flags.md").read_text()
