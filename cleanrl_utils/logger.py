@@ -256,10 +256,7 @@ class _Lines:
             self._last = now
             left = (self._total - global_step) / max(sps, 1e-9)
             clock = f"{int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}"
-            print(
-                f"step {global_step}/{self._total}  SPS {sps:.0f}  left {clock}  mean return {mean_return}",
-                file=sys.stderr,
-            )
+            self.say(f"step {global_step}/{self._total}  SPS {sps:.0f}  left {clock}  mean return {mean_return}")
 
     def close(self) -> None:
         pass
