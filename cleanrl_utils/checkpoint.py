@@ -44,7 +44,8 @@ LOCK_WAIT = 60.0  # seconds that a run waits for the job before it to end
 
 # Every other argument must be that of the run that is continued, also those that a copied script adds.
 MAY_CHANGE = {
-    *("total_timesteps", "exp_name", "run_name", "track", "wandb_project_name", "wandb_entity", "capture_video"),
+    *("total_timesteps", "exp_name", "run_name", "capture_video", "track"),
+    *("wandb_project_name", "wandb_entity", "wandb_group", "wandb_tags"),
     *("resume", "init_from", "checkpoint_every", "checkpoint_dir", "cuda", "num_threads", "backend", "device_ids"),
     *("vector_env", "num_envs", "batch_size"),  # of the last two, what they make of the sizes must not change
 }

@@ -58,6 +58,10 @@ class RunArgs:
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """Weights & Biases entity (team)"""
+    wandb_group: str | None = None
+    """Weights & Biases group, for example of a configuration's seeds"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags: --wandb-tags one two"""
     capture_video: bool = False
     """record games 0, 1, 8, 27, ... of environment 0 to videos/ (needs the `video` extra)"""
     resume: bool = False
