@@ -37,7 +37,7 @@ class Args:
     """Run a command on several games and seeds, some runs at once on this machine.
 
     Each run has its share of the cores and GPUs, a folder runs/{env_id}__{exp_name}__{seed} and in it run.log and
-    run.json. The same command line again skips what is finished and continues the rest.
+    attempts.json. The same command line again skips what is finished and continues the rest.
 
     Exit codes: 0 all runs are finished, 1 some have failed, 2 bad usage, 75 stopped by SIGTERM, 130 by Ctrl-C.
     """
@@ -90,11 +90,11 @@ def grid(args: Args, line: list[str], flags: set[str]) -> list[Run]:
 
 
 def submit_command(args: Args) -> str:
-    """The command line that submits the same runs."""
-    given = ["--command", args.command, "--env-ids", *args.env_ids, "--num-seed", str(args.num_seeds)]
-    given += ["--start-seed", str(args.start_seed)] * (args.start_seed != 1)
-    given += ["--exp-name", str(args.exp_name)] * (args.exp_name is not None)
-    return f"python -m cleanrl_utils.submit_exp --docker-tag IMAGE --job-queue QUEUE {shlex.join(given)}"
+    """The command line that sends the same runs to AWS Batch; `submit_exp --help` knows other places."""
+    command = args.command + f" --exp-name {args.exp_name}" * (args.exp_name is not None)
+    given = ["--provider", "aws", "--docker-tag", "IMAGE", "--job-queue", "QUEUE", "--command", command]
+    given += ["--env-ids", *args.env_ids, "--num-seed", str(args.num_seeds), "--start-seed", str(args.start_seed)]
+    return f"python -m cleanrl_utils.submit_exp {shlex.join(given)}"
 
 
 def version() -> str:
@@ -139,9 +139,8 @@ def summary(runs: list[Run], stop: StopRequest) -> int:
     for run in failed:
         print(f"failed: {run.command}\n  {run.how_it_ended}, after {clock(run.record['seconds'])}; {run.log} ends with")
         print(run.tail())
-    count = {state: sum(run.state == state for run in runs) for state in dict.fromkeys(run.state for run in runs)}
-    print(f"{len(runs)} runs: {', '.join(f'{number} {state}' for state, number in count.items())}")
-    unfinished = len(runs) - count.get("finished", 0) - count.get("skipped", 0)
+    print(counts(runs))
+    unfinished = any(run.state not in ("finished", "skipped") for run in runs)
     if unfinished:
         print("the same command line again skips what is finished and continues the rest")
     if stop:
@@ -205,30 +204,40 @@ class Table(Lines):
         self._live.start()
 
     def __call__(self, runs: list[Run]) -> None:
+        self._runs = runs
         if time.monotonic() - self._last > 1.0:
             self._last = time.monotonic()
-            self._live.update(self.table(runs), refresh=True)
-        self._runs = runs
+            self._live.update(self.table(runs, self._live.console.height), refresh=True)
 
-    def table(self, runs: list[Run]) -> Any:
+    def table(self, runs: list[Run], height: int) -> Any:
+        """Of a grid that is higher than the terminal, what runs and what has failed."""
         from rich.table import Table
 
-        table = Table(caption=f"time left {time_left(runs, self._workers)}", caption_justify="left")
+        caption = f"{counts(runs)}; time left {time_left(runs, self._workers)}"
+        table = Table(caption=caption, caption_justify="left")
         for title in ("run", "state", "step", "steps/s", "mean return", "time", "left"):
             table.add_column(title, justify="left" if title in ("run", "state") else "right", no_wrap=title != "run")
-        for run in runs:
+        fits = len(runs) + 5 < height
+        for run in runs if fits else [run for run in runs if run.state in ("running", "stopping", "failed")]:
             now = run.progress
             said = (
                 [f"{100 * now.step // now.total} % of {now.total:,}", f"{now.sps:,}", mean(now)] if now else ["-"] * 3
             )
-            time_taken = clock(run.seconds) if run.state in ("running", "stopping") else ""
+            time_taken = clock(run.seconds) if run.place else ""
             left = clock(now.left) if now and run.state == "running" else ""
             table.add_row(run.name, run.state, *said, time_taken, left, style=self.COLORS.get(run.state))
         return table
 
     def close(self) -> None:
-        self._live.update(self.table(self._runs), refresh=True)
+        self._live.update(self.table(self._runs, self._live.console.height), refresh=True)
         self._live.stop()
+
+
+def counts(runs: list[Run]) -> str:
+    """How many runs are in which state."""
+    states = dict.fromkeys(run.state for run in runs)
+    found = ", ".join(f"{sum(run.state == state for run in runs)} {state}" for state in states)
+    return f"{len(runs)} runs: {found}"
 
 
 def mean(now: Progress) -> str:

@@ -1,6 +1,6 @@
 """Runs of training scripts as processes: their place on the machine, their logs, their end. Nobody is left behind.
 
-Each run has a folder `runs/{name}` with `run.log`, what it printed in all its attempts, and `run.json`:
+Each run has a folder `runs/{name}` with `run.log`, what it printed in all its attempts, and `attempts.json`:
 
     command     the command line
     state       running, finished, failed or interrupted
@@ -186,7 +186,7 @@ class Progress:
 class Run:
     """One run of a script.
 
-    `state` is as in run.json, or waiting, elsewhere (another tool has it), stopping, or skipped (finished before).
+    `state` is as in attempts.json, or waiting, elsewhere (another tool has it), stopping, or skipped (finished before).
     """
 
     def __init__(self, name: str, line: list[str]):
@@ -202,9 +202,9 @@ class Run:
 
     @property
     def record(self) -> dict[str, Any]:
-        """run.json; {} where there is none that can be read."""
+        """attempts.json; {} where there is none that can be read."""
         try:
-            with open(f"{self.folder}/run.json") as file:
+            with open(f"{self.folder}/attempts.json") as file:
                 found = json.load(file)
                 return found if isinstance(found, dict) and "command" in found else {}
         except (OSError, ValueError):
@@ -295,7 +295,7 @@ class Run:
         """Ask it to end; scripts that can write a checkpoint. `poll` says when it has."""
         if self._process is not None and not self._asked:
             self._asked, self.state = True, "stopping"
-            self._process.send_signal(signal.SIGTERM)
+            os.kill(self._process.pid, signal.SIGTERM)  # Popen's own way would reap it, which `poll` does
 
     def kill(self) -> None:
         """End it at once."""
@@ -343,7 +343,7 @@ class Run:
         return max(found, key=os.path.getmtime, default=None)
 
     def _write(self) -> None:
-        path = f"{self.folder}/run.json"
+        path = f"{self.folder}/attempts.json"
         with open(f"{path}.tmp", "w") as file:
             json.dump(self._saved, file, indent=2)
         os.replace(f"{path}.tmp", path)

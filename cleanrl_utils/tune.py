@@ -456,8 +456,10 @@ def search(study: Any, args: Args, line: list[str], params: list[Param], flags: 
                     more = slot in active or wanted(study, args.num_trials)
                     if slot not in active and more:
                         active[slot] = ask(study, args, line, params, flags, place)
-            idle = not active and not more  # then others may be at work, or dead, which shows after a while
-            if (stop and not active) or (idle and (time.monotonic() - began > GRACE or not others_running(study))):
+            # Nothing to do: others may be at work, or dead, which shows after a while.
+            idle = not active and not more
+            late = time.monotonic() - began > GRACE + 3  # databases count whole seconds
+            if (stop and not active) or (idle and (late or not others_running(study))):
                 break
             time.sleep(EVERY)
     finally:
@@ -517,7 +519,9 @@ def plots(study: Any, folder: str) -> None:
     if len({trial.value for trial in complete}) > 1:  # of one value nothing is important
         wanted["importances"] = figures.plot_param_importances
     for name, plot in wanted.items():
-        figure = np.ravel(plot(study))[0].figure
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about axes of one value
+            figure = np.ravel(plot(study))[0].figure
         figure.savefig(f"{folder}/{name}.png", dpi=120, bbox_inches="tight")
         pyplot.close(figure)
     print(f"plots: {', '.join(f'{folder}/{name}.png' for name in wanted)}")

@@ -25,6 +25,7 @@ parser.add_argument("--pause", type=float, default=0.0, help="seconds of each of
 parser.add_argument("--fail-seed", type=int, help="the seed that fails in its middle")
 parser.add_argument("--fail-optimizer", help="the optimizer that fails in its middle")
 parser.add_argument("--hang-seed", type=int, help="the seed that stays in its middle until a file `go` is there")
+parser.add_argument("--hang-below", type=float, default=-1e9, help="likewise, of a quality below this")
 parser.add_argument("--events", action="store_true", help="write an event file")
 args = parser.parse_args()
 
@@ -63,7 +64,8 @@ for iteration in range(state["iteration"] + 1, 21):
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
             writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         writer.flush()
-    while iteration == 10 and args.seed == args.hang_seed and not os.path.exists("go") and not stops:
+    hangs = iteration == 10 and (args.seed == args.hang_seed or args.quality < args.hang_below)
+    while hangs and not os.path.exists("go") and not stops:
         time.sleep(0.05)
     if stops or iteration == 20:
         with open(f"{folder}/checkpoint.json", "w") as file:

@@ -16,12 +16,28 @@ from cleanrl_utils import benchmark, runs
 FAKE = f"python {ROOT / 'tests' / 'fake_training.py'}"
 
 
-def argv(command, *flags, tool="benchmark"):
-    return [sys.executable, "-m", f"cleanrl_utils.{tool}", "--command", command, *map(str, flags)]
+def argv(command, *flags):
+    return [sys.executable, "-m", "cleanrl_utils.benchmark", "--command", command, *map(str, flags)]
+
+
+@pytest.fixture
+def here(folder, monkeypatch, capsys):
+    """Runs a tool in this process: here(tool, code, command, *flags) is what it printed, to stdout and stderr."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("WANDB_TAGS", "")
+
+    def run(tool, code, command, *flags):
+        handler = signal.getsignal(signal.SIGHUP)
+        given = ["--command", command, *map(str, flags)]
+        assert folder.here(lambda: sys.exit(runs.tool(tool.main, tool.Args, given))) == code, capsys.readouterr()
+        signal.signal(signal.SIGHUP, handler)
+        return capsys.readouterr()
+
+    return run
 
 
 def record(folder, name):
-    return json.loads((folder.path / "runs" / name / "run.json").read_text())
+    return json.loads((folder.path / "runs" / name / "attempts.json").read_text())
 
 
 def log(folder, name):
@@ -32,21 +48,19 @@ def steps(text):
     return [int(step) for step in re.findall(r"^step (\d+)/", text, re.M)]
 
 
-def test_the_rest_is_run_and_failures_are_named(folder):
-    line = argv(
-        f"{FAKE} --fail-seed 3", "--env-ids", "A", "ALE/BB", "--num-seeds", 2, "--start-seed", 2, "--workers", 2
-    )
-    first = folder.run(line, code=1, PYTHONPATH=str(ROOT))
+def test_the_rest_is_run_and_failures_are_named(folder, here):
+    line = (f"{FAKE} --fail-seed 3", "--env-ids", "A", "ALE/BB", "--num-seeds", 2, "--start-seed", 2, "--workers", 2)
+    first = here(benchmark, 1, *line)
     for name in ("A__fake_training__3", "ALE-BB__fake_training__3"):
-        assert f"] failed {name}: exit code 1, log runs/{name}/run.log\n" in first.stderr
-        assert re.search(rf"exit code 1, after 0:00:\d\d; runs/{name}/run.log ends with\n", first.stdout)
+        assert f"] failed {name}: exit code 1, log runs/{name}/run.log\n" in first.err
+        assert re.search(rf"exit code 1, after 0:00:\d\d; runs/{name}/run.log ends with\n", first.out)
         assert record(folder, name)["state"] == "failed" and record(folder, name)["exit_code"] == 1
-    assert first.stdout.count("    the loss is not finite\n") == 2
-    assert "4 runs: 2 finished, 2 failed\n" in first.stdout
-    assert "[2/4] running A__fake_training__3" in first.stderr
+    assert first.out.count("    the loss is not finite\n") == 2
+    assert "4 runs: 2 finished, 2 failed\n" in first.out
+    assert re.search(r"\[[12]/4\] running A__fake_training__3  cores \d", first.err)
 
-    again = folder.run(line, code=1, PYTHONPATH=str(ROOT))
-    assert "4 runs: 2 skipped, 2 failed\n" in again.stdout
+    again = here(benchmark, 1, *line)
+    assert "4 runs: 2 skipped, 2 failed\n" in again.out
     done = (folder.path / "finished.txt").read_text().split()
     assert sorted(done) == ["ALE-BB__fake_training__2", "A__fake_training__2"]  # once each
     whole = record(folder, "A__fake_training__2")
@@ -113,12 +127,12 @@ def test_a_second_ctrl_c_ends_at_once(folder):
         kill_group(job)
 
 
-def test_what_a_crash_leaves_behind_is_ended(folder):
+def test_what_a_crash_leaves_behind_is_ended(folder, here):
     (folder.path / "crash.py").write_text(
         "import subprocess, sys\nif '--help' not in sys.argv:\n"
         "    child = subprocess.Popen(['sleep', '60'])\n    print('child', child.pid)\n    sys.exit(1)\n"
     )
-    folder.run(argv("python crash.py", "--env-ids", "A", "--num-seeds", 1), code=1, PYTHONPATH=str(ROOT))
+    here(benchmark, 1, "python crash.py", "--env-ids", "A", "--num-seeds", 1)
     (child,) = re.findall(r"child (\d+)", log(folder, "A__crash__1"))
     wait_until(lambda: not alive(int(child)), 5, "the child is ended")
 
@@ -133,25 +147,26 @@ def test_two_benchmarks_share_a_grid(folder):
     assert sum(int(re.search(r"(\d) finished", out)[1]) for out, _ in outputs if "finished" in out) == 4
 
 
-def test_places(folder, monkeypatch):
+def test_places(folder, here, monkeypatch):
     assert runs._deal([0, 1, 2, 3, 4], 2) == [(0, 1), (2, 3, 4)]
     assert runs._deal([0, 1], 3) == [(0,), (1,), (0,)] and runs._deal([], 2) == [(), ()]
-    line = argv(FAKE, "--env-ids", "A", "BB", "--num-seeds", 1, "--workers", 2)
-    folder.run(line, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="4,5,6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    here(benchmark, 0, FAKE, "--env-ids", "A", "BB", "--num-seeds", 1, "--workers", 2)
     mine = sorted(os.sched_getaffinity(0))
     half = len(mine) // 2
     assert f"cores {mine[:half] or mine} gpus 4\n" in log(folder, "A__fake_training__1")
     assert f"cores {mine[half:]} gpus 5,6\n" in log(folder, "BB__fake_training__1")
 
 
-def test_only_shown(folder):
-    line = argv(f"{FAKE} --quality 2", "--env-ids", "A", "ALE/B", "--num-seeds", 2, "--workers", 0, "--exp-name", "two")
-    done = folder.run(line, PYTHONPATH=str(ROOT))
-    lines = done.stdout.splitlines()
+def test_only_shown(folder, here):
+    flags = ("--env-ids", "A", "ALE/B", "--num-seeds", 2, "--workers", 0, "--exp-name", "two")
+    lines = here(benchmark, 0, f"{FAKE} --quality 2", *flags).out.splitlines()
     own = "--exp-name two --run-name ALE-B__two__1 --resume"
     assert lines[1] == f"{FAKE} --quality 2 --env-id ALE/B --seed 1 {own}"
     assert len(lines) == 4 + 3
-    assert lines[-1].endswith(f"--command '{FAKE} --quality 2' --env-ids A ALE/B --num-seed 2 --exp-name two")
+    assert lines[-1].endswith(
+        f"--command '{FAKE} --quality 2 --exp-name two' --env-ids A ALE/B --num-seed 2 --start-seed 1"
+    )
     assert os.listdir(folder.path) == []
 
 
@@ -200,13 +215,13 @@ def test_another_command_needs_another_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/A__true__1")
     left = {"command": "true --env-id A --seed 1 --gamma 0.9", "state": "finished", "exit_code": 0}
-    Path("runs/A__true__1/run.json").write_text(json.dumps(left))
+    Path("runs/A__true__1/attempts.json").write_text(json.dumps(left))
     assert runs.tool(benchmark.main, benchmark.Args, ["--command", "true", "--env-ids", "A"]) == 2
     says = f"runs/A__true__1 was begun by another command, `{left['command']}`; give these runs another --exp-name"
     assert says in capsys.readouterr().err
     run = runs.Run("A__true__1", ["true", "--env-id", "A", "--seed", "1"])
     for content in (json.dumps({**left, "exit_code": 2}), "{", "[]", ""):  # refused by the script; damaged
-        Path("runs/A__true__1/run.json").write_text(content)
+        Path("runs/A__true__1/attempts.json").write_text(content)
         assert run.others is None and not run.finished
 
 
@@ -240,16 +255,18 @@ def test_the_table(tmp_path, monkeypatch):
     running, waiting, failed = (runs.Run(name, ["true"]) for name in names)
     os.makedirs(running.folder)
     Path(running.log).write_text("step 16384/65536  SPS 350  left 0:02:20  mean return -20.1\nother\n")
-    running.state, failed.state = "running", "failed"
+    running.state, failed.state, running.place = "running", "failed", runs.places(1)[0]
     running._began = runs.time.monotonic() - 60
     assert running.progress == runs.Progress(16384, 65536, 350, 140.0, -20.1)
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(benchmark.Table(2).table([running, waiting, failed]))
+    console.print(benchmark.Table(2).table([running, waiting, failed], 40))
     text = console.export_text()
     assert re.search(r"Pong__ppo__1 .*running .*25 % of 65,536 .*350 .*-20.1 .*0:01:00 .*0:02:20", text), text
     assert re.search(r"Pong__ppo__2 .*waiting", text) and re.search(r"Pong__ppo__3 .*failed", text)
     # 140 s here and 200 s of the one that waits, by 2 workers
-    assert "time left 0:02:50" in text
+    assert "3 runs: 1 running, 1 waiting, 1 failed; time left 0:02:50" in text
+    console.print(benchmark.Table(2).table([running, waiting, failed], 7))
+    assert "Pong__ppo__2" not in console.export_text()
 
 
 def test_a_real_script(folder):
