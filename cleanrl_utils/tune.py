@@ -476,31 +476,37 @@ def others_running(study: Any) -> bool:
 # === Results ==========================================================================================================
 def results(study: Any, args: Args, line: list[str]) -> bool:
     """Print the best command line, and write trials.csv and the plots to the study's folder. False: no good trial."""
-    from optuna.trial import TrialState
-
     folder = f"runs/{study.study_name}"
     trials = study.get_trials(deepcopy=False)
     names = sorted({name for trial in trials for name in trial.params})
+    states = [state_of(trial) for trial in trials]
     with open(f"{folder}/trials.csv", "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["trial", "state", "value", "seconds", *names, "why it failed"])
-        for trial in trials:
+        for trial, state in zip(trials, states, strict=True):
             seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
             params, failed = [trial.params.get(name) for name in names], trial.user_attrs.get("failed")
-            rows.writerow([trial.number, trial.state.name.lower(), trial.value, seconds, *params, failed])
-    count = {state: sum(trial.state == state for trial in trials) for state in TrialState}
-    counted = ", ".join(f"{number} {state.name.lower()}" for state, number in count.items() if number)
+            rows.writerow([trial.number, state, trial.value, seconds, *params, failed])
+    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     print(f"{len(trials)} trials: {counted}; {folder}/trials.csv")
-    if not count[TrialState.COMPLETE]:
+    if "complete" not in states:
         return False
-    plots(study, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about axes of one value
+        plots(study, folder, None in parse_targets(args).values())
     best = study.best_trial
     words_ = [word for name, value in best.params.items() for word in flag(name, value)]
     print(f"the best is trial {best.number}: {best.value:.6g}\n{shlex.join([*line, *words_])}")
     return True
 
 
-def plots(study: Any, folder: str) -> None:
+def state_of(trial: Any) -> str:
+    """Its state; Optuna counts also those as failed that were interrupted, and repeated later."""
+    name = trial.state.name.lower()
+    return name if name != "fail" else "failed" if "failed" in trial.user_attrs else "interrupted"
+
+
+def plots(study: Any, folder: str, one_game: bool) -> None:
     """Optuna's plots as PNG files."""
     import matplotlib
 
@@ -510,21 +516,21 @@ def plots(study: Any, folder: str) -> None:
     from optuna.trial import TrialState
     from optuna.visualization import matplotlib as figures
 
+    name = f"mean {'return' if one_game else 'normalized score'} of the last games"
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    wanted: dict[str, Any] = {
-        "history": figures.plot_optimization_history,
-        "slices": figures.plot_slice,
-        "intermediate_values": figures.plot_intermediate_values,
+    drawn: dict[str, Any] = {
+        "history": figures.plot_optimization_history(study, target_name=name),
+        "slices": figures.plot_slice(study, target_name=name),
+        "intermediate_values": figures.plot_intermediate_values(study),
     }
+    drawn["intermediate_values"].set(xlabel=f"report, {REPORTS} of each run", ylabel=name)
     if len({trial.value for trial in complete}) > 1:  # of one value nothing is important
-        wanted["importances"] = figures.plot_param_importances
-    for name, plot in wanted.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about axes of one value
-            figure = np.ravel(plot(study))[0].figure
-        figure.savefig(f"{folder}/{name}.png", dpi=120, bbox_inches="tight")
+        drawn["importances"] = figures.plot_param_importances(study, target_name=name)
+    for file, axes in drawn.items():
+        figure = np.ravel(axes)[0].figure
+        figure.savefig(f"{folder}/{file}.png", dpi=120, bbox_inches="tight")
         pyplot.close(figure)
-    print(f"plots: {', '.join(f'{folder}/{name}.png' for name in wanted)}")
+    print(f"plots: {', '.join(f'{folder}/{file}.png' for file in drawn)}")
 
 
 def main(args: Args) -> int:

@@ -97,7 +97,7 @@ def test_a_study(folder, here, quick):
         png = (folder.path / "runs" / STUDY / f"{plot}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 5000, plot
     rows = list(csv.DictReader((folder.path / "runs" / STUDY / "trials.csv").open()))
-    assert [row["state"] for row in rows] == ["complete", "complete", "pruned", "fail"]
+    assert [row["state"] for row in rows] == ["complete", "complete", "pruned", "failed"]
     assert float(rows[1]["value"]) == study.best_value and rows[3]["why it failed"].startswith("exit code 1, log ")
 
     # again: nothing is left to do; with other flags it is another study
@@ -136,6 +136,7 @@ def test_stopped_killed_and_continued(folder, here, quick):
     first, second, third = load(folder).trials
     assert [first.state, second.state, third.state] == [TrialState.FAIL, TrialState.FAIL, TrialState.COMPLETE]
     assert first.params == second.params == third.params and third.value == 2.0
+    assert done.out.startswith("3 trials: 2 interrupted, 1 complete; ")
     assert "trial 2 (again trial 0): --quality 1;" in done.err
     assert os.listdir(folder.path / "runs" / STUDY / f"A__{STUDY}-0000__1").count("run.log") == 1
     assert log(folder, 0).count("from iteration 10\n") == 1 and log(folder, 0).count("from iteration 5\n") == 1
