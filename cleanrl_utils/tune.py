@@ -1,5 +1,6 @@
 """Search a training script's flags with Optuna: python -m cleanrl_utils.tune --help"""
 
+import copy
 import csv
 import difflib
 import importlib.util
@@ -32,7 +33,7 @@ from cleanrl_utils.scores import RANDOM_AND_HUMAN, game_name
 EVERY = 0.2  # seconds between looks at the runs
 READ_EVERY = 1.0  # seconds between looks into an event file
 REPORTS = 20  # of each run to the pruner
-WARMUP = 4  # reports of a trial before it can be pruned
+WARMUP = 4  # the first report of a run by which a trial can be pruned
 HEARTBEAT, GRACE = 10, 60  # seconds: how often a trial says that it lives, and after how long it is taken for dead
 PATIENCE = 60.0  # seconds that a pruned run has to end
 GIVE_UP = 3  # failed trials before the first good one
@@ -180,6 +181,27 @@ def study_name(args: Args, line: list[str]) -> str:
     return args.study_name or f"{experiment(line)}-tune"
 
 
+def make_pruner(startup_trials: int) -> Any:
+    """Optuna's median rule, within each run of a trial."""
+    from optuna.pruners import MedianPruner
+
+    class Pruner(MedianPruner):
+        """A trial ends if its best report of this run is below the median of the others' at the same report.
+
+        `MedianPruner` by itself would take the best report of all its runs: one good game would excuse all others.
+        """
+
+        def prune(self, study: Any, trial: Any) -> bool:
+            before = (trial.last_step - 1) // REPORTS * REPORTS  # reports of the runs before
+            if trial.last_step - before < WARMUP:
+                return False
+            trial = copy.copy(trial)
+            trial.intermediate_values = {k: v for k, v in trial.intermediate_values.items() if k > before}
+            return super().prune(study, trial)
+
+    return Pruner(startup_trials)
+
+
 def open_study(args: Args, name: str) -> Any:
     """The study, new or known. A usage error where the storage can't be used, or the study is another one."""
     import fcntl
@@ -214,9 +236,7 @@ def open_study(args: Args, name: str) -> Any:
                 load_if_exists=True,
                 direction="maximize",
                 sampler=optuna.samplers.TPESampler(n_startup_trials=args.startup_trials, multivariate=True),
-                pruner=optuna.pruners.MedianPruner(args.startup_trials, n_warmup_steps=WARMUP)
-                if args.prune
-                else optuna.pruners.NopPruner(),
+                pruner=make_pruner(args.startup_trials) if args.prune else optuna.pruners.NopPruner(),
             )
             given = {
                 "--command": args.command,

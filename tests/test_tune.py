@@ -167,6 +167,27 @@ def test_a_script_that_always_fails(folder, here, quick):
     assert f"error: --study-name {STUDY}: is new, but runs/{STUDY}/ has runs of another one" in said
 
 
+def test_the_median_rule_is_applied_within_each_run():
+    study = optuna.create_study(direction="maximize", pruner=tune.make_pruner(2))
+    reports = {1: 0.1, 4: 0.4, 20: 1.0, 21: 0.5, 24: 0.6, 40: 0.8}  # two runs
+
+    def decisions(changes, shift=0.06, **end):
+        trial, found = study.ask(), []
+        for step, value in {**{step: value + shift for step, value in reports.items()}, **changes}.items():
+            trial.report(value, step)
+            found.append(bool(trial.should_prune()))
+        study.tell(trial, **(end or {"state": TrialState.PRUNED}))
+        return found
+
+    for shift in (0.0, 0.1):  # the medians are 0.05 above `reports`
+        assert decisions({}, shift, values=1.0) == [False] * 6
+    assert decisions({}) == [False] * 6
+    assert decisions({}, 0.04) == [False, True, True, False, True, True]  # not by the first reports of a run
+    assert decisions({4: 0.0, 20: 9.0}) == [False, True, False, False, False, False]
+    # a good first run does not excuse a bad second one
+    assert decisions({4: 9.0, 20: 9.0, 24: 0.5, 40: 0.86}) == [False, False, False, False, True, False]
+
+
 def test_search_spaces():
     trial = optuna.trial.FixedTrial({"a": 3, "b": 0.01, "c": "64", "anneal-lr": False, "d": 0.5})
     params = ["a=1..8", "b=1e-5..1e-2:log", "c=64,128", "--anneal_lr=true,false", "d=-1..0.5"]
