@@ -427,3 +427,5 @@ def tool(main: Callable[[Any], int], args_class: type, argv: list[str]) -> int:
     except (UsageError, Fault, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before there was a run to stop
+        return EXIT_INTERRUPTED

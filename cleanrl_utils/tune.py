@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shlex
+import socket
 import sys
 import time
 import warnings
@@ -235,7 +236,9 @@ def open_study(args: Args, name: str) -> Any:
                 study_name=name,
                 load_if_exists=True,
                 direction="maximize",
-                sampler=optuna.samplers.TPESampler(n_startup_trials=args.startup_trials, multivariate=True),
+                sampler=optuna.samplers.TPESampler(
+                    n_startup_trials=args.startup_trials, multivariate=True, constant_liar=True
+                ),
                 pruner=make_pruner(args.startup_trials) if args.prune else optuna.pruners.NopPruner(),
             )
             given = {
@@ -405,7 +408,8 @@ def ask(study: Any, args: Args, line: list[str], params: list[Param], flags: set
     study._storage.record_heartbeat(trial._trial_id)
     values = {param.name: param.suggest(trial) for param in params}
     chosen = [word for name, value in values.items() for word in flag(name, value)]
-    number = first_number(study.trials[trial.number])
+    number = first_number(study.get_trials(deepcopy=False)[trial.number])
+    trial.set_user_attr("host", socket.gethostname())
     runs = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
         for env_id in args.env_ids:
@@ -502,11 +506,12 @@ def results(study: Any, args: Args, line: list[str]) -> bool:
     states = [state_of(trial) for trial in trials]
     with open(f"{folder}/trials.csv", "w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["trial", "state", "value", "seconds", *names, "why it failed"])
+        rows.writerow(["trial", "state", "value", "seconds", *names, "host", "why it failed"])
         for trial, state in zip(trials, states, strict=True):
             seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
-            params, failed = [trial.params.get(name) for name in names], trial.user_attrs.get("failed")
-            rows.writerow([trial.number, state, trial.value, seconds, *params, failed])
+            params = [trial.params.get(name) for name in names]
+            about = [trial.user_attrs.get(name) for name in ("host", "failed")]
+            rows.writerow([trial.number, state, trial.value, seconds, *params, *about])
     counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     print(f"{len(trials)} trials: {counted}; {folder}/trials.csv")
     if "complete" not in states:
@@ -564,9 +569,15 @@ def main(args: Args) -> int:
         require(found, package, "", "is missing: pip install 'cleanrl-distributed[tune]'")
     flags = flags_of(line) if args.workers else set()
     check(args, line, params, flags)
-    study = open_study(args, study_name(args, line))
-    code = search(study, args, line, params, flags) if args.workers else 0
-    good = results(study, args, line)
+    from optuna.exceptions import StorageInternalError
+
+    try:
+        study = open_study(args, study_name(args, line))
+        code = search(study, args, line, params, flags) if args.workers else 0
+        good = results(study, args, line)
+    except StorageInternalError as error:
+        cause = str(error.__cause__ or error).partition("\n")[0]
+        raise Fault(f"the storage has failed: {cause}; the same command line continues the study") from None
     return code or int(not good)
 
 

@@ -158,6 +158,17 @@ def test_places(folder, here, monkeypatch):
     assert f"cores {mine[half:]} gpus 5,6\n" in log(folder, "BB__fake_training__1")
 
 
+def test_gpus_are_counted(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf 'GPU 0: NVIDIA X (UUID: GPU-1)\\n  MIG 1g (UUID: MIG-2)\\nGPU 1: NVIDIA X\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert runs._gpus() == ["0", "1"] and [place.gpus for place in runs.places(3)] == [("0",), ("1",), ("0",)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert runs._gpus() == [] and str(runs.Place((0, 1, 4), ("7",))) == "cores 0-1,4, GPU 7"
+
+
 def test_only_shown(folder, here):
     flags = ("--env-ids", "A", "ALE/B", "--num-seeds", 2, "--workers", 0, "--exp-name", "two")
     lines = here(benchmark, 0, f"{FAKE} --quality 2", *flags).out.splitlines()
