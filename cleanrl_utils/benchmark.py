@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def main(args: Args) -> int:
     line = words(args.command)
     require(args.env_ids != (), "--env-ids", "", "needs a game")
     require(len(set(args.env_ids)) == len(args.env_ids), "--env-ids", " ".join(args.env_ids), "has a game twice")
+    plain = args.exp_name is None or re.fullmatch(r"[\w.+-]+", args.exp_name) is not None
+    require(plain, "--exp-name", repr(args.exp_name), "must be letters, digits, -, _, + and .")
     runs = grid(args, line, flags_of(line))
     if args.workers == 0:
         print(*(run.command for run in runs), sep="\n")

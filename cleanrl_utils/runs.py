@@ -86,8 +86,10 @@ def _script(line: list[str]) -> int | None:
 
 
 def experiment(line: list[str]) -> str:
-    """The name of the experiment that the scripts would choose: the script's file name."""
+    """The name of the experiment that the scripts would choose: the script's file name, or the module's."""
     position = _script(line)
+    if position is None and "-m" in line[:-1]:
+        return line[line.index("-m") + 1].rpartition(".")[2]
     return os.path.splitext(os.path.basename(line[position or 0]))[0]
 
 

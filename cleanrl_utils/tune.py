@@ -59,7 +59,7 @@ class Args:
     params: tuple[str, ...]
     """the flags to search, each with a range or with choices: learning-rate=1e-5..1e-2:log update-epochs=1..8
     num-steps=64,128,256 anneal-lr=true,false; a range between whole numbers has whole numbers"""
-    num_trials: NonNegative[int] = 50
+    num_trials: Positive[int] = 50
     """trials of the study, of all processes that work on it"""
     num_seeds: Positive[int] = 1
     """seeds of each game in each trial"""

@@ -214,6 +214,7 @@ def test_bad_flags(tmp_path, monkeypatch, capsys):
         "--env-ids": "--env-ids",
         "": "--env-ids",
         "--env-ids A --num-seeds 0": "--num-seeds 0: must be above 0",
+        "--env-ids A --exp-name ../x": "--exp-name '../x': must be letters",
         "--env-ids A --workers -1": "--workers -1: must be 0 or above",
     }.items():
         assert runs.tool(benchmark.main, benchmark.Args, ["--command", "true", *flags.split()]) == 2
@@ -243,6 +244,7 @@ def test_commands_of_other_kinds():
     assert runs.program(["python", "x.py"]) == [sys.executable, "x.py"]
     assert runs.own_flags({"--exp-name"}, "A", 1, "e", "r") == ["--env-id", "A", "--seed", "1", "--exp-name", "e"]
     assert "--resume" not in runs.own_flags({"--resume"}, "A", 1, "e", "r")
+    assert runs.experiment(["python", "-m", "package.train", "--y"]) == "train"
     assert runs.experiment(["torchrun", "--standalone", "dir/x.py", "--y"]) == "x"
 
 

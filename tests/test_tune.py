@@ -156,6 +156,23 @@ def test_two_tuners_at_one_study(folder):
     assert all(re.search(r"^trial \d complete", err, re.M) for _, err in outputs), "both have worked"
 
 
+@pytest.mark.slow
+def test_a_trial_that_another_tuner_has_taken(folder):
+    """As after a machine that was suspended: its trial was taken for dead, and is another's now."""
+    line = argv(f"{FAKE} --hang-seed 1", "--env-ids", "A", "--params", "quality=0..5", "--num-trials", 1)
+    job = folder.start(line, PYTHONPATH=str(ROOT))
+    try:
+        file = folder.path / "runs" / STUDY / f"A__{STUDY}-0000__1" / "run.log"
+        wait_until(lambda: file.exists() and "step 500/" in file.read_text(), 30, "the run")
+        load(folder).tell(0, state=TrialState.FAIL)
+        (folder.path / "go").touch()
+        output, said = job.communicate(timeout=60)
+    finally:
+        kill_group(job)
+    assert "trial 0 was taken for dead by another process, which goes on with it\n" in said
+    assert job.returncode == 1 and "1 trials: 1 interrupted; " in output
+
+
 def test_a_script_that_always_fails(folder, here, quick):
     line = (f"{FAKE} --fail-seed 1", "--env-ids", "A", "--params", "quality=0..5")
     said = here(tune, 1, *line).err
