@@ -331,9 +331,9 @@ class Trial:
             elif time.monotonic() - self._told_at > PATIENCE:
                 self.run.kill()
             return None
-        return self._ending or self._after_run()
+        return self._ending or self._after_run(stopping)
 
-    def _after_run(self) -> str | None:
+    def _after_run(self, stopping: bool) -> str | None:
         if self.run.state == "interrupted":
             return "interrupted"
         if self.run.state == "failed":
@@ -346,6 +346,8 @@ class Trial:
         self._scores.append(self._normalized(mean))
         if len(self._scores) == len(self._runs):
             return ending if ending == "lost" else "complete"
+        if ending is None and stopping:
+            return "interrupted"
         if ending is None:
             self._begin()
         return ending
@@ -427,21 +429,23 @@ def tell(work: Trial, how: str) -> bool:
     from optuna.trial import TrialState
 
     study, trial, number = work.study, work.trial, work.trial.number
+    if study.get_trials(deepcopy=False)[number].state.is_finished():
+        how = "lost"
     if how == "complete":
-        study.tell(trial, work.value, skip_if_finished=True)
+        study.tell(trial, work.value)
         say(f"trial {number} complete: {work.value:.4g}; the best so far is {study.best_value:.4g}")
     elif how == "pruned":
-        found = study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+        found = study.tell(trial, state=TrialState.PRUNED)
         say(f"trial {number} pruned: {found.value:.4g}")
     elif how == "interrupted":
-        found = study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        found = study.tell(trial, state=TrialState.FAIL)
         optuna.storages.RetryHeartbeatStaleTrialCallback()(study, found)
         say(f"trial {number} interrupted: it goes on with the next start")
     elif how == "lost":
         say(f"trial {number} was taken for dead by another process, which goes on with it")
     else:
         trial.set_user_attr("failed", how)
-        study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        study.tell(trial, state=TrialState.FAIL)
         say(f"trial {number} failed: {how}")
     return how in ("complete", "pruned")
 
