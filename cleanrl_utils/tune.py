@@ -545,16 +545,18 @@ def plots(study: Any, folder: str, one_game: bool) -> None:
     from optuna.trial import TrialState
     from optuna.visualization import matplotlib as figures
 
-    name = f"mean {'return' if one_game else 'normalized score'} of the last games"
+    name = "mean return" if one_game else "normalized score"
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     drawn: dict[str, Any] = {
         "history": figures.plot_optimization_history(study, target_name=name),
         "slices": figures.plot_slice(study, target_name=name),
         "intermediate_values": figures.plot_intermediate_values(study),
     }
+    drawn["history"].legend(loc="best")  # Optuna's is beside the axes, and leaves them little room
     drawn["intermediate_values"].set(xlabel=f"report, {REPORTS} of each run", ylabel=name)
     if len({trial.value for trial in complete}) > 1:  # of one value nothing is important
-        drawn["importances"] = figures.plot_param_importances(study, target_name=name)
+        drawn["importances"] = figures.plot_param_importances(study)
+        drawn["importances"].get_legend().remove()
     for file, axes in drawn.items():
         figure = np.ravel(axes)[0].figure
         figure.savefig(f"{folder}/{file}.png", dpi=120, bbox_inches="tight")
