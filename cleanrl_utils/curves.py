@@ -119,7 +119,8 @@ def bin_widths(groups: list[Group], window: int | None) -> tuple[float, float]:
     steps = max((run.steps for run in runs), default=0) or 1
     seconds = max((run.seconds for run in runs if run.seconds > 0), default=math.nan)
     width = float(window or max(1.0, nice(steps / BINS)))
-    return width, nice(seconds * width / steps) if seconds > 0 else math.nan
+    unit = _unit(groups, "seconds")[0]
+    return width, unit * nice(seconds / unit * width / steps) if seconds > 0 else math.nan
 
 
 # === Scores over games ================================================================================================
@@ -135,7 +136,8 @@ def score_matrices(groups: list[Group]) -> tuple[dict[str, np.ndarray], list[str
         kept = [s for s in scores if s is not None and math.isfinite(s)]
         if kept:
             table.setdefault(group.exp_name, {}).setdefault(group.runs[0].game, []).extend(kept)
-    games = sorted(max((list(by_game) for by_game in table.values()), key=lambda played: len(played), default=[]))
+    played: list[list[str]] = [sorted(by_game) for by_game in table.values()]
+    games = max(played, key=len, default=[])
     matrices: dict[str, np.ndarray] = {}
     notes = []
     for experiment, by_game in table.items():
@@ -193,7 +195,7 @@ DARK = Theme("#16191d", "#dfe3e8", "#3a4048", ("#56B4E9", "#E69F00", "#2BC49A", 
 
 
 @contextlib.contextmanager
-def picture(path: str, theme: Theme, width: float, height: float, **grid: Any) -> Iterator[Any]:
+def picture(path: str, theme: Theme, width: float, height: float, dpi: int = 160, **grid: Any) -> Iterator[Any]:
     """The axes of a figure that is written to `path` at the end. Sizes in inches."""
     try:
         import matplotlib
@@ -202,6 +204,7 @@ def picture(path: str, theme: Theme, width: float, height: float, **grid: Any) -
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from cycler import cycler
+    from PIL import Image
 
     style: Any = {
         "font.size": 10,
@@ -226,7 +229,9 @@ def picture(path: str, theme: Theme, width: float, height: float, **grid: Any) -
         figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **grid)
         try:
             yield axes
-            figure.savefig(path, dpi=160, metadata={"Software": None})
+            figure.savefig(path, dpi=dpi)
+            with Image.open(path) as image:  # a quarter of the size
+                image.convert("RGB").quantize(128).save(path, optimize=True)
         finally:
             plt.close(figure)
 
@@ -273,7 +278,7 @@ PANELS = {
 
 def draw_losses(path: str, groups: list[Group], width: float, theme: Theme) -> None:
     """What else was logged of one game, over steps, in the bins of the returns' curve."""
-    with picture(path, theme, 7.4, 8.6, nrows=4, ncols=2) as axes:
+    with picture(path, theme, 7.4, 8.6, 120, nrows=4, ncols=2) as axes:
         for ax, (tag, name) in zip(axes.flat, PANELS.items(), strict=True):
             _plot(ax, groups, tag, "steps", width, 1.0, theme)
             ax.set_title(name)
@@ -295,7 +300,7 @@ def draw_run(path: str, run: Run, width: float, theme: Theme = LIGHT) -> None:
 def draw_aggregates(path: str, estimates: Mapping[str, Any], theme: Theme) -> None:
     """Interquartile mean and optimality gap of each experiment, of `aggregates`."""
     names = list(estimates)
-    with picture(path, theme, 7.4, 1.1 + 0.36 * len(names), ncols=2, sharey=True) as axes:
+    with picture(path, theme, 5.0, max(3.2, 1.4 + 0.6 * len(names)), nrows=2) as axes:
         titles = ("interquartile mean (more is better)", "optimality gap (less is better)")
         for ax, column, title in zip(axes, (0, 1), titles, strict=True):
             for row, name in enumerate(names):
@@ -313,7 +318,7 @@ def draw_aggregates(path: str, estimates: Mapping[str, Any], theme: Theme) -> No
 
 def draw_profile(path: str, profiles: Mapping[str, Any], taus: np.ndarray, theme: Theme) -> None:
     """Performance profile of each experiment, of `aggregates`."""
-    with picture(path, theme, 7.4, 3.4) as ax:
+    with picture(path, theme, 5.0, 3.2) as ax:
         for name, (profile, (low, high)) in profiles.items():
             (line,) = ax.plot(taus, profile, label=name)
             ax.fill_between(taus, low, high, color=line.get_color(), alpha=0.18, linewidth=0)

@@ -56,17 +56,19 @@ SOURCES = (
 
 
 # === Tables ===========================================================================================================
-def number(x: float, digits: int = 2) -> str:
-    return f"{x:,.{digits}f}".replace("-", MINUS)
+def number(x: float, digits: int) -> str:
+    return f"{round(x, digits) + 0.0:,.{digits}f}".replace("-", MINUS)  # + 0.0: no -0.00
 
 
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def spread(values: Sequence[float]) -> str:
     """Mean ± standard deviation (n - 1) of the finite values; without ± for a single one."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return NONE
+    mean = float(np.mean(known))
+    digits = 2 if abs(mean) < 1000 else 1
     deviation = f" ± {number(float(np.std(known, ddof=1)), digits)}" if len(known) > 1 else ""
-    return number(float(np.mean(known)), digits) + deviation
+    return number(mean, digits) + deviation
 
 
 def reached(runs: list[Run]) -> str:
@@ -77,7 +79,7 @@ def reached(runs: list[Run]) -> str:
 def score_table(groups: list[Group]) -> list[list[str]]:
     """The scores of each group beside published ones; the first row is the head."""
     rows = [["Game", "Experiment", "Seeds", "Steps", "Score", "Human-normalised", "Evaluation"]]
-    rows[0] += ["CleanRL, 10 M steps", "Random", "Human"]
+    rows[0] += ["CleanRL, 10 M steps", "Random, human"]
     for group in groups:
         game, scores = game_name(group.env_id), [score(run) for run in group.runs]
         normalised = [n for s in scores if (n := human_normalized(group.env_id, s)) is not None]
@@ -87,8 +89,8 @@ def score_table(groups: list[Group]) -> list[list[str]]:
         rows.append([
             group.env_id, group.exp_name, str(len(group.runs)), reached(group.runs), spread(scores),
             spread(normalised), spread(evaluated),
-            "{:,.2f} ± {:,.2f}".format(*published) if published else NONE,
-            *([number(x, 1) for x in extremes] if extremes else [NONE, NONE]),
+            " ± ".join(number(x, 2 if published[0] < 1000 else 1) for x in published) if published else NONE,
+            ", ".join(number(x, 1) for x in extremes) if extremes else NONE,
         ])  # fmt: skip
     return rows
 
@@ -112,7 +114,7 @@ def run_table(groups: list[Group]) -> list[list[str]]:
 def day(run: Run) -> str:
     date = run.facts.get("date")
     if isinstance(date, (int, float)):
-        return datetime.datetime.fromtimestamp(date, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return datetime.datetime.fromtimestamp(date, datetime.timezone.utc).strftime("%Y-%m-%d")
     return str(date or NONE)
 
 
@@ -207,7 +209,7 @@ CSS = """
   --tint: #1e2227; --link: #7cc4f5; --c0: #56B4E9; --c1: #E69F00; --c2: #2BC49A; --c3: #E58FBC; --c4: #F0E442;
   --c5: #B4BCC6; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2.5rem clamp(1rem, 4vw, 3rem) 4rem; max-width: 76rem; background: var(--paper);
+body { margin: 0 auto; padding: 2.5rem clamp(1rem, 3vw, 2.5rem) 4rem; max-width: 80rem; background: var(--paper);
   color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 h1 { font-size: 1.75rem; line-height: 1.2; margin: 0; letter-spacing: -0.01em; font-weight: 650; }
 h2 { font-size: 1.3rem; margin: 3.2rem 0 0.9rem; padding-top: 1rem; border-top: 1px solid var(--rule);
@@ -219,8 +221,9 @@ p { margin: 0.5rem 0; max-width: 46rem; } a { color: var(--link); }
 nav { margin-top: 0.8rem; display: flex; flex-wrap: wrap; gap: 0.2rem 1.2rem; }
 .scroll { overflow-x: auto; margin: 0.6rem 0; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: 0.4rem 0 0.4rem 1.4rem; text-align: right; white-space: nowrap; }
-th { font-weight: 600; color: var(--soft); vertical-align: bottom; border-bottom: 1px solid var(--ink); }
+th, td { padding: 0.4rem 0 0.4rem 1rem; text-align: right; white-space: nowrap; }
+th { white-space: normal; font-weight: 600; color: var(--soft); vertical-align: bottom;
+  border-bottom: 1px solid var(--ink); }
 td { border-bottom: 1px solid var(--rule); }
 th.t, td.t { text-align: left; } th:first-child, td:first-child { padding-left: 0; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem; }
@@ -229,6 +232,7 @@ figure { margin: 0; } img { display: block; width: 100%; height: auto; }
 .videos { display: flex; flex-wrap: wrap; gap: 1rem 1.25rem; }
 .videos figure { width: 10rem; overflow-wrap: anywhere; }
 video { width: 10rem; aspect-ratio: 160 / 210; background: #000; border-radius: 3px; image-rendering: pixelated; }
+th span { white-space: nowrap; }
 .bar { display: flex; height: 0.8rem; min-width: 12rem; gap: 1px; } .bar i { border-radius: 1px; }
 .key { display: inline-block; width: 0.65rem; height: 0.65rem; margin-right: 0.4rem; border-radius: 1px; }
 .b0 { background: var(--c0); } .b1 { background: var(--c1); } .b2 { background: var(--c2); }
@@ -297,7 +301,13 @@ def time_shares(groups: list[Group]) -> str:
     names = list(dict.fromkeys(part for parts in shares.values() for part in parts))
     if not names:
         return ""
-    rows = [["Experiment", "", *(f"<i class='key b{i % 6}'></i>{html.escape(name)}" for i, name in enumerate(names))]]
+    rows = [
+        [
+            "Experiment",
+            "",
+            *(f"<span><i class='key b{i % 6}'></i>{html.escape(name)}</span>" for i, name in enumerate(names)),
+        ]
+    ]
     for label, parts in shares.items():
         width = [(i, 100 * parts.get(name, 0.0)) for i, name in enumerate(names)]
         bar = "".join(f"<i class=b{i % 6} style='width:{share:.2f}%'></i>" for i, share in width)
@@ -359,10 +369,8 @@ def aggregate_section(groups: list[Group], pictures: Pictures) -> str:
     matrices, games, notes = curves.score_matrices(groups)
     if len(games) < 2:
         return ""
-    highest = max(float(matrix.max()) for matrix in matrices.values())
-    taus = np.linspace(
-        min(0.0, *(float(m.min()) for m in matrices.values())), max(1.0, curves.nice(max(highest, 0.1))), 81
-    )
+    every = np.concatenate([matrix.ravel() for matrix in matrices.values()])
+    taus = np.linspace(min(0.0, float(every.min())), max(1.0, 1.05 * float(every.max())), 101)
     try:
         estimates, profiles = curves.aggregates(matrices, taus)
     except Fault as error:
@@ -388,7 +396,7 @@ def aggregate_section(groups: list[Group], pictures: Pictures) -> str:
     left_out = "".join(f"<p class=note>{html.escape(note)}.</p>" for note in notes)
     return (
         f"<h2>Over all games</h2><p class=note>{html.escape(text)}</p>{left_out}{table(rows, 1)}"
-        f"<div class='scroll wide'>{bars}{profile}</div>"
+        f"<div class=pair>{bars}{profile}</div>"
     )
 
 
