@@ -1,6 +1,7 @@
 """Curves and scores of runs: the numbers, and the pictures made of them."""
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def bootstrap(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     else:
         draws = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
     tail = (100 - CONFIDENCE) / 2
-    low, high = np.percentile(rows[draws].mean(1), [tail, 100 - tail], axis=0)
+    low, high = np.percentile(rows[draws].mean(1), [tail, 100 - tail], axis=0, method="inverted_cdf")
     return low, high
 
 
@@ -194,13 +195,17 @@ LIGHT = Theme("#ffffff", "#24292f", "#d5d9de", ("#0072B2", "#D55E00", "#009E73",
 DARK = Theme("#16191d", "#dfe3e8", "#3a4048", ("#56B4E9", "#E69F00", "#2BC49A", "#E58FBC", "#F0E442", "#B4BCC6"))
 
 
+def require_matplotlib() -> None:
+    """Usage error where the pictures can't be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("the pictures need matplotlib: pip install 'cleanrl-distributed[report]'")
+
+
 @contextlib.contextmanager
 def picture(path: str, theme: Theme, width: float, height: float, dpi: int = 160, **grid: Any) -> Iterator[Any]:
     """The axes of a figure that is written to `path` at the end. Sizes in inches."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("the pictures need matplotlib: pip install 'cleanrl-distributed[report]'") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from cycler import cycler
@@ -278,10 +283,11 @@ PANELS = {
 
 def draw_losses(path: str, groups: list[Group], width: float, theme: Theme) -> None:
     """What else was logged of one game, over steps, in the bins of the returns' curve."""
-    with picture(path, theme, 7.4, 8.6, 120, nrows=4, ncols=2) as axes:
+    with picture(path, theme, 7.4, 8.2, 120, nrows=4, ncols=2, sharex=True) as axes:
         for ax, (tag, name) in zip(axes.flat, PANELS.items(), strict=True):
             _plot(ax, groups, tag, "steps", width, 1.0, theme)
             ax.set_title(name)
+            ax.locator_params(axis="y", nbins=4)
         handles, labels = axes.flat[0].get_legend_handles_labels()
         axes.flat[0].figure.legend(handles, labels, loc="outside lower left", handlelength=1.5)
 

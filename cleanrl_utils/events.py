@@ -243,10 +243,15 @@ def _evaluation(folder: str, notes: list[str]) -> dict[str, Any] | None:
     if os.path.exists(path):
         try:
             with open(path) as file:
-                return dict(json.load(file))
-        except (OSError, ValueError, TypeError) as error:
-            notes.append(f"{path} can't be read: {error}")
+                return checked_evaluation(json.load(file))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            notes.append(f"{path} can't be read: {type(error).__name__}: {error}")
     return None
+
+
+def checked_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The evaluation, whose numbers are numbers; else one of the usual errors of parsing."""
+    return {**evaluation, **{name: float(evaluation[name]) for name in ("mean", "std", "iqm")}}
 
 
 def find_runs(paths: Iterable[str], only: str = "*") -> tuple[list[Run], list[str]]:

@@ -176,7 +176,7 @@ def find_videos(run: Run) -> list[str]:
         folder = os.sep.join([*parts[: i - 1], "videos", *parts[i:]])
         games = glob.glob(f"{glob.escape(folder)}/*.mp4")
         if games:
-            games.sort(key=lambda path: int("0" + "".join(re.findall(r"\d+", os.path.basename(path))[-1:])))
+            games.sort(key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path)[:-4])])
             return [*evaluations, games[-1], *games[:1][: len(games) - 1]]
     return evaluations
 
@@ -233,6 +233,7 @@ figure { margin: 0; } img { display: block; width: 100%; height: auto; }
 .videos figure { width: 10rem; overflow-wrap: anywhere; }
 video { width: 10rem; aspect-ratio: 160 / 210; background: #000; border-radius: 3px; image-rendering: pixelated; }
 th span { white-space: nowrap; }
+@media (max-width: 40rem) { td.t { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; } }
 .bar { display: flex; height: 0.8rem; min-width: 12rem; gap: 1px; } .bar i { border-radius: 1px; }
 .key { display: inline-block; width: 0.65rem; height: 0.65rem; margin-right: 0.4rem; border-radius: 1px; }
 .b0 { background: var(--c0); } .b1 { background: var(--c1); } .b2 { background: var(--c2); }
@@ -442,6 +443,7 @@ def page(title: str, runs: list[Run], notes: list[str], out: str, window: int | 
 
 def report(args: Args) -> str:
     """Write the page, the table and the pictures; the page's path."""
+    curves.require_matplotlib()
     for path in args.paths:
         if not os.path.exists(path):
             raise UsageError(f"{path}: does not exist")

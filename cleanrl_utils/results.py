@@ -19,8 +19,9 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from cleanrl_utils import curves, report
 from cleanrl_utils.config import Fault, UsageError, parse
-from cleanrl_utils.events import LENGTH, RETURN, Run, Series, find_runs
+from cleanrl_utils.events import LENGTH, RETURN, Run, Series, checked_evaluation, find_runs
 
 ROWS = 1000  # of iterations.csv.gz
 GAMES, ITERATIONS = "games.csv.gz", "iterations.csv.gz"
@@ -85,8 +86,6 @@ def _read_table(path: str) -> dict[str, Series]:
 # === Results ==========================================================================================================
 def write_result(run: Run, folder: str) -> None:
     """Keep a run in the folder, which is made."""
-    from cleanrl_utils.report import command, day
-
     os.makedirs(folder, exist_ok=True)
     games = {tag: run.series[tag] for tag in (RETURN, LENGTH) if tag in run.series and not run.of_means}
     _write_table(os.path.join(folder, GAMES), {tag.rpartition("/")[2]: series for tag, series in games.items()})
@@ -98,7 +97,7 @@ def write_result(run: Run, folder: str) -> None:
         "seed": run.seed,
         "steps": run.steps,
         "of_means": run.of_means,
-        "facts": {"command": command(run), "commit": "unknown", **run.facts, "date": day(run)},
+        "facts": {"command": report.command(run), "commit": "unknown", **run.facts, "date": report.day(run)},
         "arguments": run.params,
         "evaluation": run.evaluation,
     }
@@ -117,7 +116,8 @@ def read_result(folder: str, notes: list[str]) -> Run | None:
         name = os.path.basename(os.path.abspath(folder))
         run = Run(name, folder, about["env_id"], about["exp_name"], about["seed"], series)
         run.params, run.facts = about["arguments"], about["facts"]
-        run.of_means, run.evaluation = about["of_means"], about["evaluation"]
+        run.of_means, evaluation = about["of_means"], about["evaluation"]
+        run.evaluation = checked_evaluation(evaluation) if evaluation else None
         return run
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         notes.append(f"{folder} is no kept result: {type(error).__name__}: {error}".splitlines()[0])
@@ -126,8 +126,6 @@ def read_result(folder: str, notes: list[str]) -> Run | None:
 
 def rebuild(out: str) -> list[str]:
     """Make README.md and the pictures from the tables; lines on what could not be read."""
-    from cleanrl_utils import curves, report
-
     runs, notes = find_runs([out])
     if not runs:
         raise UsageError(f"{out}: {notes[0] if notes else 'no kept results'}")
@@ -135,9 +133,9 @@ def rebuild(out: str) -> list[str]:
     lines = [
         "# Results",
         "",
-        "Made by `make results` from the tables beside it; each run's command is below. Failed and",
+        "`make results` makes this page from the tables beside it. Failed and weaker runs stay in.",
     ]
-    lines += ["weaker runs stay in.", "", report.markdown_table(report.score_table(groups)), "", report.SOURCES, ""]
+    lines += ["", report.markdown_table(report.score_table(groups)), "", report.SOURCES, ""]
     for game in dict.fromkeys(group.runs[0].game for group in groups):
         of_game = [group for group in groups if group.runs[0].game == game]
         width = curves.bin_widths(of_game, None)[0]
@@ -154,6 +152,12 @@ def rebuild(out: str) -> list[str]:
             lines += [report.markdown_table(report.run_table([alone]), 1), ""]
             lines += [f"```bash\n{report.command(run)}\n```", ""] if report.command(run) else []
             lines += [" · ".join(f"{key} {value}" for key, value in facts.items()), ""]
+            if played := run.evaluation:
+                lines += [
+                    f"Evaluation: {played.get('games')} games, {played.get('actions')} actions: {played['mean']:.2f} ± "
+                    f"{played['std']:.2f}, interquartile mean {played['iqm']:.2f}.",
+                    "",
+                ]
             lines += [str(run.facts["note"]), ""] if run.facts.get("note") else []
     with open(os.path.join(out, "README.md"), "w", encoding="utf-8") as file:
         file.write("\n".join(lines).rstrip() + "\n")
@@ -163,6 +167,7 @@ def rebuild(out: str) -> list[str]:
 def main(argv: list[str]) -> int:
     try:
         args: Args = parse(Args, argv)
+        curves.require_matplotlib()
         for path in args.runs:
             runs, notes = find_runs([path]) if os.path.isdir(path) else ([], [f"{path}: does not exist"])
             for note in notes:
