@@ -78,7 +78,7 @@ def reached(runs: list[Run]) -> str:
 
 def score_table(groups: list[Group]) -> list[list[str]]:
     """The scores of each group beside published ones; the first row is the head."""
-    rows = [["Game", "Experiment", "Seeds", "Steps", "Score", "Human-normalised", "Evaluation"]]
+    rows = [["Game", "Experiment", "Score", "Human-normalised", "Seeds", "Steps", "Evaluation"]]
     rows[0] += ["CleanRL, 10 M steps", "Random, human"]
     for group in groups:
         game, scores = game_name(group.env_id), [score(run) for run in group.runs]
@@ -87,8 +87,8 @@ def score_table(groups: list[Group]) -> list[list[str]]:
         published = CLEANRL_PPO.get(group.exp_name, CLEANRL_PPO["ppo_atari"]).get(game)
         extremes = RANDOM_AND_HUMAN.get(game)
         rows.append([
-            group.env_id, group.exp_name, str(len(group.runs)), reached(group.runs), spread(scores),
-            spread(normalised), spread(evaluated),
+            group.env_id, group.exp_name, spread(scores), spread(normalised),
+            str(len(group.runs)), reached(group.runs), spread(evaluated),
             " ± ".join(number(x, 2 if published[0] < 1000 else 1) for x in published) if published else NONE,
             ", ".join(number(x, 1) for x in extremes) if extremes else NONE,
         ])  # fmt: skip
@@ -225,7 +225,8 @@ th, td { padding: 0.4rem 0 0.4rem 1rem; text-align: right; white-space: nowrap; 
 th { white-space: normal; font-weight: 600; color: var(--soft); vertical-align: bottom;
   border-bottom: 1px solid var(--ink); }
 td { border-bottom: 1px solid var(--rule); }
-th.t, td.t { text-align: left; } th:first-child, td:first-child { padding-left: 0; }
+th.t, td.t { text-align: left; } td.t { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; }
+ th:first-child, td:first-child { padding-left: 0; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; } img { display: block; width: 100%; height: auto; }
 .wide img { min-width: 36rem; max-width: 56rem; }
@@ -233,7 +234,6 @@ figure { margin: 0; } img { display: block; width: 100%; height: auto; }
 .videos figure { width: 10rem; overflow-wrap: anywhere; }
 video { width: 10rem; aspect-ratio: 160 / 210; background: #000; border-radius: 3px; image-rendering: pixelated; }
 th span { white-space: nowrap; }
-@media (max-width: 40rem) { td.t { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; } }
 .bar { display: flex; height: 0.8rem; min-width: 12rem; gap: 1px; } .bar i { border-radius: 1px; }
 .key { display: inline-block; width: 0.65rem; height: 0.65rem; margin-right: 0.4rem; border-radius: 1px; }
 .b0 { background: var(--c0); } .b1 { background: var(--c1); } .b2 { background: var(--c2); }
@@ -380,7 +380,8 @@ def aggregate_section(groups: list[Group], pictures: Pictures) -> str:
     for name, (point, (low, high)) in estimates.items():
         cells = [number(x, 3) for x in (*point, *low, *high)]
         iqm, gap, low_iqm, low_gap, high_iqm, high_gap = cells
-        pair = [f"{low_iqm} to {high_iqm}", f"{low_gap} to {high_gap}"]
+        alone = len(matrices[name]) == 1
+        pair = [NONE, NONE] if alone else [f"{low_iqm} to {high_iqm}", f"{low_gap} to {high_gap}"]
         rows.append([name, str(len(matrices[name])), iqm, pair[0], gap, pair[1]])
     bars = pictures.add(
         "aggregate", "Interquartile mean and optimality gap of each experiment, with intervals",

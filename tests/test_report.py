@@ -393,7 +393,7 @@ def test_the_page(project, tmp_path, capsys):
     names = ("aggregate", "profile", *(f"{g}-{p}" for g in ("Pong", "Breakout") for p in ("steps", "time", "losses")))
     assert sorted(os.listdir(out)) == sorted([*(f"{name}.png" for name in names), "index.html", "scores.md"])
     lines = (out / "scores.md").read_text().splitlines()
-    assert lines[2].startswith("| BreakoutNoFrameskip-v4 | mine | 2 | 600 to 1 k | 10.00 ± 2.12 | 0.29 ± 0.07 |")
+    assert lines[2].startswith("| BreakoutNoFrameskip-v4 | mine | 10.00 ± 2.12 | 0.29 ± 0.07 | 2 | 600 to 1 k |")
     assert lines[1].count("---:") == 7 and "docs.cleanrl.dev" in lines[-1]
 
 
@@ -509,7 +509,10 @@ def test_a_kept_run_gives_the_same_report(project, tmp_path, capsys):
     about = json.loads((tmp_path / "kept" / before[0].name / "run.json").read_text())
     assert about["facts"]["date"] == "2027-01-15" and about["arguments"]["total_timesteps"] == "1000"
     page = (tmp_path / "kept" / "README.md").read_text()
-    assert "| PongNoFrameskip-v4 | mine | 2 | 600 to 1 k | 10.00 ± 2.12 |" in page and "python mine.py --env-id" in page
+    assert (
+        "| PongNoFrameskip-v4 | mine | 10.00 ± 2.12 | 0.87 ± 0.06 | 2 | 600 to 1 k |" in page
+        and "python mine.py --env-id" in page
+    )
     for picture in re.findall(r"\]\((\S+\.png)\)", page):
         Image.open(tmp_path / "kept" / picture).load()
     files = {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
