@@ -27,11 +27,6 @@ class Group:
     exp_name: str
     runs: list[Run]
 
-    @property
-    def seeds(self) -> str:
-        n = len(self.runs)
-        return f"{n} seed{'s' * (n > 1)}"
-
 
 def group_runs(runs: list[Run]) -> list[Group]:
     """The runs by (env_id, exp_name), by game, in the order of the names; a group's runs by seed."""
@@ -39,6 +34,14 @@ def group_runs(runs: list[Run]) -> list[Group]:
     for run in sorted(runs, key=lambda run: (run.game, run.env_id, run.exp_name, run.seed or 0, run.name)):
         found.setdefault((run.env_id, run.exp_name), []).append(run)
     return [Group(*key, members) for key, members in found.items()]
+
+
+def by_game(groups: list[Group]) -> dict[str, list[Group]]:
+    """The groups of each game."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.runs[0].game, []).append(group)
+    return found
 
 
 def score(run: Run) -> float:
@@ -116,10 +119,12 @@ def bootstrap(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def bin_widths(groups: list[Group], window: int | None) -> tuple[float, float]:
     """(steps, seconds) of a bin for the runs of one game: a fiftieth of the longest run, rounded up."""
-    runs = [run for group in groups for run in group.runs if len(run.returns.steps)]
+    runs = [run for group in groups for run in group.runs]
     steps = max((run.steps for run in runs), default=0) or 1
     seconds = max((run.seconds for run in runs if run.seconds > 0), default=math.nan)
     width = float(window or max(1.0, nice(steps / BINS)))
+    if steps / width > 5000:
+        raise UsageError(f"--window {window}: cuts the {steps:,} steps of {runs[0].game} in more than 5000 pieces")
     unit = _unit(groups, "seconds")[0]
     return width, unit * nice(seconds / unit * width / steps) if seconds > 0 else math.nan
 
@@ -212,6 +217,7 @@ def picture(path: str, theme: Theme, width: float, height: float, dpi: int = 160
     from PIL import Image
 
     style: Any = {
+        "text.parse_math": False,  # names are names
         "font.size": 10,
         "axes.titlesize": 10,
         "axes.titlelocation": "left",

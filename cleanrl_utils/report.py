@@ -321,7 +321,10 @@ def game_section(groups: list[Group], pictures: Pictures, videos: dict[str, list
     """The page's part about one game."""
     game, runs = groups[0].runs[0].game, [run for group in groups for run in group.runs]
     steps, seconds = curves.bin_widths(groups, window)
-    names, parts = ", ".join(dict.fromkeys(group.exp_name for group in groups)), [f"<h2 id={slug(game)}>{game}</h2>"]
+    names, parts = (
+        ", ".join(dict.fromkeys(group.exp_name for group in groups)),
+        [f"<h2 id={slug(game)}>{html.escape(game)}</h2>"],
+    )
     if any(len(run.returns.steps) for run in runs):
         figures = []
         for axis, width in (("steps", steps), ("seconds", seconds)):
@@ -405,9 +408,7 @@ def aggregate_section(groups: list[Group], pictures: Pictures) -> str:
 def page(title: str, runs: list[Run], notes: list[str], out: str, window: int | None, video_mb: float) -> str:
     """The page as HTML; its pictures are written to the folder `out` too."""
     groups, pictures = group_runs(runs), Pictures(out)
-    games: dict[str, list[Group]] = {}
-    for group in groups:
-        games.setdefault(game_name(group.env_id), []).append(group)
+    games = curves.by_game(groups)
     videos, left_out = choose_videos([run for group in groups for run in group.runs], video_mb)
     links = "".join(f"<a href=#{slug(game)}>{html.escape(game)}</a>" for game in games)
     counts = [(len(runs), "run"), (len({g.exp_name for g in groups}), "experiment"), (len(games), "game")]
@@ -458,6 +459,8 @@ def report(args: Args) -> str:
     if not runs:
         chosen = "" if args.only == "*" else f" with a name like {args.only}"
         raise UsageError(f"{' '.join(args.paths)}: no run with scalars{chosen}")
+    for groups in curves.by_game(group_runs(runs)).values():
+        curves.bin_widths(groups, args.window)  # or a usage error, before anything is made
     try:
         os.makedirs(args.out, exist_ok=True)
         path = os.path.join(args.out, "index.html")

@@ -136,8 +136,7 @@ def rebuild(out: str) -> list[str]:
         "`make results` makes this page from the tables beside it. Failed and weaker runs stay in.",
     ]
     lines += ["", report.markdown_table(report.score_table(groups)), "", report.SOURCES, ""]
-    for game in dict.fromkeys(group.runs[0].game for group in groups):
-        of_game = [group for group in groups if group.runs[0].game == game]
+    for game, of_game in curves.by_game(groups).items():
         width = curves.bin_widths(of_game, None)[0]
         picture = f"{report.slug(game)}.png"
         curves.draw_curves(os.path.join(out, picture), of_game, "steps", width, curves.LIGHT)
@@ -145,7 +144,7 @@ def rebuild(out: str) -> list[str]:
         for run in (run for group in of_game for run in group.runs):
             folder = os.path.relpath(run.folder, out)
             if len(run.returns.steps):
-                curves.draw_run(os.path.join(run.folder, "curve.png"), run, curves.bin_widths(of_game, None)[0])
+                curves.draw_run(os.path.join(run.folder, "curve.png"), run, width)
             facts = {k: v for k, v in run.facts.items() if k not in ("command", "note") and v}
             alone = curves.Group(run.env_id, run.exp_name, [run])
             lines += [f"### {run.name}", "", f"![Every game of {run.name}]({folder}/curve.png)", ""]

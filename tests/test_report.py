@@ -261,11 +261,14 @@ def test_bootstrap_bounds():
     np.testing.assert_allclose(np.ravel(curves.bootstrap(many)) - many.mean(), [-1.96 / 20, 1.96 / 20], atol=0.02)
 
 
-def test_the_width_of_bins(tmp_path):
+def test_the_width_of_bins(tmp_path, capsys):
     run = read_events(write(tmp_path, [*game(900, 90, 1.0), *game(2_000_000, 200_000, 2.0)]))
     groups = curves.group_runs([run])
     assert curves.bin_widths(groups, None) == (50_000, 2 * 3600)  # 2 million / 50, rounded up; 55 hours in 2 h
     assert curves.bin_widths(groups, 400_000)[0] == 400_000
+    argv = [str(tmp_path), "--window", "300", "--out", str(tmp_path / "out")]
+    assert report.main(argv) == 2 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err.startswith("error: --window 300: cuts the 2,000,000 steps of ")
 
 
 def test_what_is_drawn(project):
@@ -423,6 +426,15 @@ def test_bad_command_lines_make_nothing(project, tmp_path, capsys, monkeypatch):
         assert report.main([str(project / "runs")]) == results.main([]) == 2
     assert capsys.readouterr().err.count("pip install 'cleanrl-distributed[report]'") == 2
     assert os.listdir(tmp_path) == []
+
+
+def test_names_are_not_markup(tmp_path):
+    """Of a game, an experiment and a run: in the page, in Markdown, in matplotlib's mathematics."""
+    make_run(tmp_path / "runs" / "<i>", 1, [(100, 1.0)], exp_name="$a^$ <b>|_", env_id="<u>x-v1")
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert Page(text).open == [] and not re.search("<[iub]>", text) and "&lt;u&gt;x" in text
+    assert "$a^$ <b>\\|_" in (tmp_path / "out" / "scores.md").read_text()
 
 
 def test_without_rliable_the_rest_is_there(project, tmp_path):
