@@ -400,6 +400,21 @@ def test_the_page(project, tmp_path, capsys):
     assert lines[1].count("---:") == 7 and "docs.cleanrl.dev" in lines[-1]
 
 
+def test_the_order_of_videos(tmp_path):
+    """Of an evaluation, the latest game, the first; wherever runs/ is, also of runs in folders."""
+    run = read_events(make_run(tmp_path / "runs" / "grid", 1, [(1, 1.0)]))
+    videos = tmp_path / "videos" / "grid" / os.path.basename(run.folder)
+    videos.mkdir(parents=True)
+    names = [videos / f"rl-video-episode-{number}.mp4" for number in (0, 27, 8)]
+    names += [Path(run.folder) / f"evaluation-{which}.mp4" for which in ("best", "median")]
+    for name in names:
+        name.write_bytes(b"video")
+    assert report.find_videos(run) == [str(names[i]) for i in (3, 4, 1, 0)]
+    os.remove(names[1])
+    os.remove(names[2])
+    assert report.find_videos(run) == [str(names[i]) for i in (3, 4, 0)]
+
+
 def test_the_cap_on_videos(project, tmp_path):
     out = tmp_path / "report"
     arguments = [str(project / "runs"), "--only", "Pong*mine__1*", "--out", str(out), "--video-mb", "0.002"]
@@ -528,8 +543,10 @@ def test_a_kept_run_gives_the_same_report(project, tmp_path, capsys):
     for picture in re.findall(r"\]\((\S+\.png)\)", page):
         Image.open(tmp_path / "kept" / picture).load()
     files = {path: path.read_bytes() for path in (tmp_path / "kept").rglob("*") if path.is_file()}
-    assert results.main(["--out", str(tmp_path / "kept")]) == 0
-    assert {path: path.read_bytes() for path in files} == files
+    for again in ([], folders):  # at another time
+        with mock.patch("time.time", lambda: START):
+            assert results.main([*again, "--out", str(tmp_path / "kept")]) == 0
+        assert {path: path.read_bytes() for path in files} == files
 
 
 def test_long_runs_are_thinned():
