@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test test-slow test-cloud check format results clean
+.PHONY: setup train test test-slow test-cloud check docs format results clean
 
 setup: $(VENV)/.installed
 
@@ -33,6 +33,9 @@ check: setup  ## what CI runs
 	$(BIN)/mypy
 	$(MAKE) test
 
+docs: setup  ## the pages, in site/
+	$(BIN)/mkdocs build --strict
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -41,4 +44,4 @@ results: setup  ## results/README.md and its pictures, from the tables
 	$(BIN)/python -m cleanrl_utils.results $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache site
