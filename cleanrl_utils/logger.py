@@ -229,9 +229,9 @@ def _start_facts(args: RunArgs) -> dict[str, Any]:
     nodes = f"--nnodes={ranks()[2] // local}" if ranks()[2] > local else "--standalone --nnodes=1"
     launcher = f"torchrun {nodes} --nproc_per_node={local}" if under_torchrun() else "python"
     commit, cpu = "", ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         git = ["git", "-C", os.path.dirname(script), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
     return {
