@@ -113,7 +113,7 @@ TRAINING = [
     pytest.param(line, id=f"{page.stem}-{i}")
     for page in PAGES
     for i, line in enumerate(command_lines(page.read_text()))
-    if re.search(r"(?:^| )(?:python|torchrun|python -m cleanrl_utils\.launch)(?: -\S+)* \S*ppo_atari", line)
+    if re.search(r"^(?:\w+=\S+ )*(?:python|torchrun|python -m cleanrl_utils\.launch)(?: -\S+)* \S*ppo_atari", line)
 ]
 
 
