@@ -133,6 +133,7 @@ def test_the_flags_of_the_commands_exist(line):
 
 def test_commands_of_a_known_kind():
     """A command of a new kind in these pages needs a test here."""
+    assert len(TRAINING) >= 12
     mine = ("index", "installation", "first-run", "change-a-script", "distributed", "resume", "wandb", "contributing")
     lines = [line for page in PAGES if page.stem in mine for line in command_lines(page.read_text())]
     shell = ("make ", "pip install ", "source ", "tensorboard ", "mkdir ", "cp ", "cd ", "export ", "wandb sync ")
