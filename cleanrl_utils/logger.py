@@ -196,7 +196,7 @@ def _login() -> None:
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):  # others would wait for an answer
             raise wandb.Error("no key; give one to `wandb login` or in WANDB_API_KEY")
     except (wandb.Error, ValueError) as error:  # ValueError: a setting, such as WANDB_MODE
-        raise UsageError(f"--track: {' '.join(str(error).split())}; or set WANDB_MODE=offline") from None
+        raise UsageError(f"--track: {' '.join(str(error).split()).rstrip('.')}; or set WANDB_MODE=offline") from None
 
 
 def _start_wandb(args: RunArgs, run_name: str, run_id: str | None) -> Any:

@@ -4,6 +4,8 @@ In a page, a line of its own:
 
     <!-- flags: cleanrl_utils/config.py RunArgs -->    a table of the dataclass's fields
     <!-- docstring: ppo_atari.py -->                   the list in the module's docstring
+
+The navigation's section Tools gets the pages that nothing else in it names.
 """
 
 import ast
@@ -71,6 +73,16 @@ def docstring_list(path: str) -> str:
     if not items:
         raise ValueError(f"{path}: no list in the docstring")
     return "\n".join(items)
+
+
+def on_config(config: dict) -> dict:
+    """MkDocs calls it first. A page that the navigation does not name, one of a tool, is added to its section Tools."""
+    named = re.findall(r"[\w/-]+\.md", str(config["nav"]))
+    tools = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name not in named)
+    for section in config["nav"]:
+        if "Tools" in section:
+            section["Tools"] += tools
+    return config
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
