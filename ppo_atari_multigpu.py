@@ -29,7 +29,7 @@ Deliberate deviations:
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal  # [ddp]
 
 import numpy as np
 import torch

@@ -66,7 +66,7 @@ class Logger(NullLogger):
     its rows are numbered, and those that the server has are not taken again.
     """
 
-    SLOW = 20.0  # seconds of an iteration, since torchrun, Kubernetes and Docker give 30 to end
+    SLOW = 20.0  # seconds of an iteration, since torchrun and Kubernetes give 30 to end (docker stop: 10)
 
     def __init__(self, args: RunArgs, run_name: str, total_timesteps: int, saved: Mapping[str, Any]):
         self.run_name, self._step = run_name, saved.get("global_step", 0)
