@@ -87,7 +87,7 @@ def status(handle: dict[str, Any]) -> Status:
     alive = started(handle["pid"]) == handle["started"]  # asked first: the code is written before the end
     code = read_exit(handle["log"])
     if code is not None:
-        return Status("succeeded" if code == 0 else "failed", reason=f"exit code {code}")
+        return Status("succeeded") if code == 0 else Status("failed", reason=f"exit code {code}")
     return Status("running") if alive else Status("failed", reason="gone without an exit code")
 
 

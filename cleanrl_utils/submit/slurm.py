@@ -75,8 +75,8 @@ def render(spec: JobSpec) -> str:
 {head}{env}rm -f {exit_file}
 {shlex.join(srun)} &
 job=$!
-trap 'kill -USR1 "$job"' USR1
-trap 'kill -TERM "$job"' TERM
+trap 'kill -USR1 "$job" 2>/dev/null' USR1
+trap : TERM  # SLURM sends it to the tasks itself, and one more makes srun kill them
 while kill -0 "$job" 2>/dev/null; do wait "$job"; done  # a trap ends a wait
 wait "$job"
 code=$?
@@ -105,13 +105,14 @@ def send(spec: JobSpec, document: str) -> dict[str, Any]:
 def statuses(handles: Sequence[dict[str, Any]]) -> list[Status]:
     ids = ",".join(handle["job_id"] for handle in handles)
     # --me keeps an id that the controller has forgotten from being an error
-    lines = call(["squeue", "--me", "--noheader", f"--jobs={ids}", "--states=all", "--format=%i|%T|%r"]).splitlines()
-    found = {line.split("|")[0]: line.split("|") for line in lines}
-    return [status(handle, *found.get(handle["job_id"], ["", "", ""])[1:]) for handle in handles]
+    words = ["squeue", "--me", "--noheader", f"--jobs={ids}", "--states=all"]
+    lines = call([*words, "--Format=JobID:|,State:|,RestartCnt:|,Reason:|"]).splitlines()
+    found = {line.split("|")[0]: line.split("|")[1:4] for line in lines}
+    return [status(handle, *found.get(handle["job_id"], ["", "0", ""])) for handle in handles]
 
 
-def status(handle: dict[str, Any], state: str, reason: str) -> Status:
-    attempt = tail(handle["log"], 10_000).count("DUE TO JOB REQUEUE") + 1
+def status(handle: dict[str, Any], state: str, restarts: str, reason: str) -> Status:
+    attempt = int(restarts) + 1
     if state in QUEUED:
         return Status("queued", attempt, reason)
     if state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"):
@@ -120,7 +121,7 @@ def status(handle: dict[str, Any], state: str, reason: str) -> Status:
         return Status("cancelled", attempt)
     code = read_exit(handle["log"])
     if code is not None:
-        return Status("succeeded" if code == 0 else "failed", attempt, f"exit code {code}")
+        return Status("succeeded", attempt) if code == 0 else Status("failed", attempt, f"exit code {code}")
     return Status("failed" if state else "unknown", attempt, state.lower() or "SLURM has forgotten it, without a code")
 
 

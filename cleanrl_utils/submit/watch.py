@@ -1,6 +1,7 @@
 """The jobs of a submission: their states, a live table, the log of what failed."""
 
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,7 +81,7 @@ def follow(provider: Any, record: Record, once: bool = False, sleep: Callable[[f
         from rich.live import Live
     except ImportError:
         raise UsageError("the table needs rich: pip install 'cleanrl-distributed[cloud]'") from None
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # of a log file: no wrapping at 80
     logs: dict[str, str] = {}
     shown: dict[str, State] = {}
     answered = time.monotonic()
