@@ -1,7 +1,7 @@
 """Send a training script, once for each game and seed, to AWS Batch, Kubernetes, SLURM, Docker or this machine.
 
 python -m cleanrl_utils.submit_exp --provider local --command "python ppo_atari.py" --num-seed 3 --dry-run
-python -m cleanrl_utils.submit_exp status ID     # also: watch ID, cancel ID
+python -m cleanrl_utils.submit_exp status ID     # also: watch ID, cancel ID, retry ID
 """
 
 import dataclasses
@@ -47,9 +47,9 @@ NOT_PART_OF_THE_REQUEST = ("dry_run", "watch", "again", "build", "push", "archs"
 
 @dataclass(frozen=True)
 class Args:
-    """Send a training script, once for each game and seed. `status ID`, `watch ID` and `cancel ID` act on a submission
-    that was sent before. Sizes are of each node. Where no number is given, a process gets 4 CPUs, 8000 MiB of memory
-    and of it 1024 MiB of shared memory, or its share of the queue's machine with --terraform-outputs."""
+    """Send a training script, once for each game and seed. `status ID`, `watch ID`, `cancel ID` and `retry ID` act on a
+    submission that was sent before. Sizes are of each node. Where no number is given, a process gets 4 CPUs, 8000 MiB
+    of memory and of it 1024 MiB of shared memory, or its share of the queue's machine with --terraform-outputs."""
 
     provider: Literal["aws", "kubernetes", "slurm", "docker", "local"]
     """where the jobs run: AWS Batch, the cluster of kubectl, the cluster of sbatch, or this machine"""
@@ -85,7 +85,7 @@ class Args:
     shm_size: Positive[int] | None = None
     """/dev/shm of each container in MiB, a part of its memory; 1024 a process if not set"""
     num_hours: Positive[float] | None = None
-    """time limit of an attempt in hours; the scheduler's own if not set"""
+    """time limit in hours: of an attempt (aws, slurm), or of the job with its retries (kubernetes)"""
     num_retries: Annotated[Positive[int], tyro.conf.arg(aliases=["--aws-num-retries"])] = 1
     """attempts of each job in all, 1 to 10: after a lost machine or a preemption it continues from its checkpoint"""
     spot: bool = False
@@ -304,6 +304,7 @@ def submit(argv: list[str]) -> int:
     script = os.path.splitext(os.path.basename(common.split_command(args.command)[1]))[0]
     submission = f"{common.short_name(script, 50)}-{secrets.token_hex(4)}"
     specs = make_specs(args, submission)
+    common.check_secrets(json.dumps(argv))
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):
@@ -334,7 +335,7 @@ def send(args: Args, provider: Any, specs: list[JobSpec], record: records.Record
     tool = "python -m cleanrl_utils.submit_exp"
     before = sum(job["handle"] is not None for job in record["jobs"])
     if before == len(specs):
-        print(f"sent before, on {record['time']}; --again sends a new submission")
+        print(f"sent before, on {record['time']}; --again sends a new submission, `retry` continues what has failed")
     records.save(record)
     for job, spec in zip(record["jobs"], specs, strict=True):
         if job["handle"] is not None:
@@ -377,8 +378,24 @@ def cancel(provider: Any, record: records.Record) -> int:
     return code
 
 
+def retry(provider: Any, record: records.Record) -> int:
+    """Send again what has failed, was cancelled or is forgotten: it continues from its checkpoints."""
+    args = parse(Args, record["command_line"])
+    specs = make_specs(args, record["submission"])
+    with records.locked():
+        found = watch.statuses(provider, record)
+        for job in record["jobs"]:
+            if job["handle"] is not None and found[job["name"]].state in ("failed", "cancelled", "unknown"):
+                if args.provider == "kubernetes":
+                    provider.cancel(job["handle"])  # the name is wanted again
+                job.setdefault("earlier_handles", []).append(job["handle"])
+                job["handle"] = None
+                job.pop("cancelled", None)
+        return send(args, provider, specs, record)
+
+
 def main(argv: list[str]) -> int:
-    earlier = argv[0] if argv and argv[0] in ("status", "watch", "cancel") else None
+    earlier = argv[0] if argv and argv[0] in ("status", "watch", "cancel", "retry") else None
     try:
         given = [word for word in argv if word.replace("_", "-").split("=")[0] == "--wandb-key"]
         require(not given, "--wandb-key", "", "a key on a command line can be read by others; use --wandb-secret")
@@ -386,8 +403,8 @@ def main(argv: list[str]) -> int:
             return submit(argv)
         record = records.load(parse(Earlier, argv[1:]).submission)
         provider = provider_of(record["provider"])
-        if earlier == "cancel":
-            return cancel(provider, record)
+        if earlier in ("cancel", "retry"):
+            return (cancel if earlier == "cancel" else retry)(provider, record)
         return watch.follow(provider, record, once=earlier == "status")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

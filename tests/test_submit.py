@@ -550,6 +550,20 @@ def test_local_jobs_run_fail_and_are_cancelled(submit, tmp_path):
     ]
 
 
+def test_what_has_failed_is_retried_as_the_same_run(submit, tmp_path):
+    source = "import os, sys\nprint('run', sys.argv[4])\nsys.exit(os.path.exists('broken') and '2' in sys.argv)\n"
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "broken").write_text("")
+    (record,) = submit("--provider", "local", "--command", "python a.py", "--num-seed", 2, "--watch").records
+    fine, failed = record["jobs"]
+    (tmp_path / "broken").unlink()
+    done = submit("retry", record["submission"])
+    assert done.code == 0 and f"sent {failed['name']}" in done.out and fine["name"] not in done.out
+    assert submit("watch", record["submission"]).code == 0
+    assert done.records[0]["jobs"][1]["earlier_handles"] == [failed["handle"]]
+    assert spec.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
+
+
 def test_a_pid_that_was_given_away_is_not_the_job(tmp_path):
     handle = {"pid": os.getpid(), "started": 1, "log": str(tmp_path / "x.log")}
     assert local.status(handle) == Status("failed", reason="gone without an exit code")

@@ -235,7 +235,7 @@ def send(spec: JobSpec, documents: list[dict[str, Any]]) -> dict[str, Any]:
         try:
             call(["kubectl", "create", *namespace(spec), "-f", "-"], stdin=show([document]))
         except Fault as fault:
-            if "AlreadyExists" not in str(fault):
+            if "AlreadyExists" not in str(fault) or "being deleted" in str(fault):
                 raise
     return {
         "kind": spec.options["kubernetes_kind"],

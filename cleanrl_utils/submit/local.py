@@ -1,5 +1,6 @@
 """Plain processes on this machine. They outlive the client; their output and exit code are files."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -57,6 +58,8 @@ def show(document: dict[str, Any]) -> str:
 def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
     path = document["log"]
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.exit")  # of an earlier attempt
     with open(path, "ab") as log:
         process = subprocess.Popen(
             ["sh", "-c", SHELL, f"{path}.exit", *document["argv"]],

@@ -58,10 +58,11 @@ def table(record: Record, found: Mapping[str, Status], logs: Mapping[str, str]) 
 
 
 def read_logs(provider: Any, record: Record, found: Mapping[str, Status]) -> dict[str, str]:
-    """The end of the log of each job that has run; without those that can't be reached."""
+    """The end of the log of each job in `found` that has run; without those that can't be reached."""
     logs = {}
     for job in record["jobs"]:
-        if job["handle"] is not None and found[job["name"]].state in ("running", "succeeded", "failed"):
+        status = found.get(job["name"])
+        if job["handle"] is not None and status and status.state in ("running", "succeeded", "failed"):
             try:
                 logs[job["name"]] = provider.log(job["handle"])
             except Fault:
