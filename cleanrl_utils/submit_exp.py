@@ -86,8 +86,9 @@ class Args:
     """/dev/shm of each container in MiB, a part of its memory; 1024 a process if not set"""
     num_hours: Positive[float] | None = None
     """time limit in hours: of an attempt (aws, slurm), or of the job with its retries (kubernetes)"""
-    num_retries: Annotated[Positive[int], tyro.conf.arg(aliases=["--aws-num-retries"])] = 1
-    """attempts of each job in all, 1 to 10: after a lost machine or a preemption it continues from its checkpoint"""
+    num_retries: Annotated[Positive[int] | None, tyro.conf.arg(aliases=["--aws-num-retries"])] = None
+    """attempts of each job in all, 1 to 10: after a lost machine or a preemption it continues from its checkpoint; 1,
+    or 5 with --spot, if not set"""
     spot: bool = False
     """the machines may be taken away: on aws --job-queue must be a Spot queue, on kubernetes --node-selector names the
     machines"""
@@ -202,6 +203,8 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     checkpoint_dir = args.checkpoint_dir or outputs.get("checkpoint_url")
     mounted = args.provider == "docker" and "://" not in (checkpoint_dir or "")
     mounted = mounted or (checkpoint_dir or "").startswith("pvc:")
+    spot = args.spot or bool(machine and machine["spot"])
+    attempts = args.num_retries or (5 if spot and args.kubernetes_kind != "trainjob" else 1)
     options = {name: getattr(args, name) for name in ("kubernetes_kind", "namespace", "service_account")}
     options |= {name: getattr(args, name) or outputs.get(name) for name in ("execution_role_arn", "job_role_arn")}
     options |= {name: outputs.get(name) for name in ("region", "log_group")}
@@ -237,8 +240,8 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
                     memory=size["memory"],
                     shm_size=size["shm_size"],
                     time_limit=None if args.num_hours is None else round(args.num_hours * 3600),
-                    attempts=args.num_retries,
-                    spot=args.spot or bool(machine and machine["spot"]),
+                    attempts=attempts,
+                    spot=spot,
                     secret=secret,
                     checkpoint_dir=checkpoint_dir,
                     options=options,

@@ -143,7 +143,7 @@ def test_terraform_s_outputs_give_roles_checkpoints_and_the_machine(tmp_path):
     options = {"awslogs-group": "/cleanrl/jobs", "awslogs-stream-prefix": "cleanrl", "awslogs-region": "eu-west-1"}
     assert container["logConfiguration"] == {"logDriver": "awslogs", "options": options}
     assert job.argv[-2:] == ("--checkpoint-dir", "s3://checkpoints")
-    assert with_queue("t4-spot")[0].spot
+    assert with_queue("t4-spot")[0].spot and with_queue("t4-spot")[0].attempts == 5 and job.attempts == 1
     for words, error in (
         (["nope"], "--job-queue nope: must be one of t4, t4-spot"),
         (["t4", "--spot"], "--spot: t4 has on-demand machines"),
@@ -612,6 +612,9 @@ def test_more_jobs_than_gpus_are_refused(submit, tmp_path, monkeypatch):
     (record,) = submit(*words, "--num-seed", 2, "--watch").records
     logs = [spec.tail(job["handle"]["log"]) for job in record["jobs"]]
     assert logs == ["sees 0", "sees 1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert "this machine has 1" in submit(*words, "--num-seed", 2, "--again").err
+    assert "CUDA_VISIBLE_DEVICES=5 " in submit(*words, "--dry-run").out
 
 
 # --- moto's Batch -----------------------------------------------------------------------------------------------------

@@ -151,8 +151,8 @@ def check(spec: JobSpec) -> None:
         require(bool(good), "--docker-tag", spec.image, "must be an image such as registry/name:tag")
     lasting = spec.checkpoint_dir is not None
     why = "needs --checkpoint-dir: a retry is worth nothing without checkpoints that outlive the machine"
-    require(lasting or spec.attempts == 1, "--num-retries", spec.attempts, why)
     require(lasting or not spec.spot, "--spot", "", why)
+    require(lasting or spec.attempts == 1, "--num-retries", spec.attempts, why)
 
 
 def call(argv: Sequence[str], stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
