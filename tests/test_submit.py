@@ -911,3 +911,22 @@ def test_kubernetes_and_slurm_statuses(tmp_path):
     assert slurm.status(handle, "", "0", "").state == "unknown"
     (tmp_path / "x.log.exit").write_text("0\n")
     assert slurm.status(handle, "", "0", "").state == slurm.status(handle, "COMPLETED", "0", "").state == "succeeded"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_are_valid(submit, tmp_path, monkeypatch):
+    """Each is run with --dry-run."""
+    shutil.copy(ROOT / "ppo_atari.py", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".wandb-key").write_text("x")
+    (tmp_path / ".wandb-key").chmod(0o600)
+    outputs = {**OUTPUTS, "job_queues": {"cleanrl-t4-spot": OUTPUTS["job_queues"]["t4-spot"]}}
+    (tmp_path / "cloud.json").write_text(json.dumps({name: {"value": value} for name, value in outputs.items()}))
+    page = (ROOT / "docs" / "submit_exp.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^ *python -m cleanrl_utils\.submit_exp (--.*)$", page, re.MULTILINE)
+    assert {each.split()[1] for each in commands} == {"aws", "docker", "kubernetes", "local", "slurm"}
+    for line in commands:
+        done = submit(*shlex.split(os.path.expandvars(line)), "--dry-run")
+        assert done.code == 0 and "nothing was sent" in done.err, (line, done.err)
