@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -147,8 +148,8 @@ def read_outputs(path: str | None) -> dict[str, Any]:
         raise UsageError(f"--terraform-outputs {path}: not the file of `terraform output -json`: {error!r}") from None
 
 
-def sizes(args: Args, machine: dict[str, Any] | None) -> dict[str, Any]:
-    """num_vcpu, memory and shm_size of each node, and the number of its processes."""
+def sizes(args: Args, machine: dict[str, Any] | None) -> tuple[dict[str, int | None], int]:
+    """num_vcpu, memory and shm_size of each node, and its processes. `machine`: the queue's, of Terraform's outputs."""
     processes = args.num_processes or max(1, args.num_gpu)
     vcpu, memory = 4 * processes, 8000 * processes
     if machine is not None:
@@ -161,74 +162,74 @@ def sizes(args: Args, machine: dict[str, Any] | None) -> dict[str, Any]:
             require(value <= most, flag, value, f"a machine of {queue}, {machine['machine']}, has {most}")
         parts = gpus // args.num_gpu if args.num_gpu and args.num_nodes == 1 else 1
         vcpu, memory = machine["vcpus"] // parts, machine["memory_mib"] // parts
-    unlimited = args.provider in MACHINES
-    memory = args.num_memory or memory
-    return {
-        "num_vcpu": args.num_vcpu or (None if unlimited else vcpu),
-        "memory": args.num_memory or (None if unlimited else memory),
-        "shm_size": args.shm_size or min(1024 * processes, memory // 2),
-        "processes": processes,
-    }
+    shm_size = args.shm_size or min(1024 * processes, (args.num_memory or memory) // 2)
+    if args.provider in MACHINES:
+        return {"num_vcpu": args.num_vcpu, "memory": args.num_memory, "shm_size": shm_size}, processes
+    return {"num_vcpu": args.num_vcpu or vcpu, "memory": args.num_memory or memory, "shm_size": shm_size}, processes
 
 
-def make_specs(args: Args, submission: str) -> list[JobSpec]:
-    """The jobs of the command line, checked: all of them are valid, or a usage error says why not."""
+def check_flags(args: Args, words: list[str]) -> None:
+    """Flags against each other, and against the words of the command."""
     for name, providers in ONLY.items():
         default = next(field.default for field in dataclasses.fields(Args) if field.name == name)
         value = getattr(args, name)
         rule = f"applies to --provider {' and '.join(providers)} only"
         require(value == default or args.provider in providers, flag_name(name), value, rule)
-    words = common.split_command(args.command)
-    script, env = words[1], common.check_env(args.env)
-    named = common.flag_value(words, "--env-id")
-    require(not (named and args.env_ids), "--env-ids", " ".join(args.env_ids), "the command names --env-id too")
-    require(len(set(args.env_ids)) == len(args.env_ids), "--env-ids", " ".join(args.env_ids), "names a game twice")
+    games = " ".join(args.env_ids)
+    require(
+        not games or common.flag_value(words, "--env-id") is None, "--env-ids", games, "the command has --env-id too"
+    )
+    require(len(set(args.env_ids)) == len(args.env_ids), "--env-ids", games, "names a game twice")
     require(args.archs is None or args.build, "--archs", args.archs, "needs --build")
     for flag in ("build", "push"):
         require(not getattr(args, flag) or bool(args.docker_tag), flag_name(flag), "", "needs --docker-tag")
     if args.provider not in IMAGES:
-        require(os.path.isfile(script), "--command", "", f"{script} is not a file of this folder")
-    outputs = read_outputs(args.terraform_outputs)
-    machine = None
+        require(os.path.isfile(words[1]), "--command", "", f"{words[1]} is not a file of this folder")
+
+
+def make_specs(args: Args, submission: str) -> list[JobSpec]:
+    """The jobs of the command line, checked: all of them are valid, or a usage error says why not."""
+    words, env = common.split_command(args.command), common.check_env(args.env)
+    check_flags(args, words)
+    outputs, machine = read_outputs(args.terraform_outputs), None
     if outputs:
         queues = outputs.get("job_queues", {})
         require(args.job_queue in queues, "--job-queue", args.job_queue, f"must be one of {', '.join(queues)}")
         machine = queues[args.job_queue]
         require(machine["spot"] or not args.spot, "--spot", "", f"{args.job_queue} has on-demand machines")
-    size = sizes(args, machine)
+    spot = args.spot or bool(machine and machine["spot"])
+    size, num_processes = sizes(args, machine)
     tracked = any(word.replace("_", "-") == "--track" for word in words)
     secret = args.wandb_secret or (outputs.get("wandb_secret_arn") if tracked else None)
     if tracked and args.provider in IMAGES and env.get("WANDB_MODE") != "offline":
         require(secret is not None, "--track", "", "needs --wandb-secret, or --env WANDB_MODE=offline")
-    checkpoint_dir = args.checkpoint_dir or outputs.get("checkpoint_url")
-    mounted = args.provider == "docker" and "://" not in (checkpoint_dir or "")
-    mounted = mounted or (checkpoint_dir or "").startswith("pvc:")
-    spot = args.spot or bool(machine and machine["spot"])
-    attempts = args.num_retries or (5 if spot and args.kubernetes_kind != "trainjob" else 1)
-    options = {name: getattr(args, name) for name in ("kubernetes_kind", "namespace", "service_account")}
+    folder = args.checkpoint_dir or outputs.get("checkpoint_url")
+    if folder is None or folder.startswith("pvc:") or (args.provider == "docker" and "://" not in folder):
+        kept = []  # mounted where the script writes by itself
+    else:
+        kept = ["--checkpoint-dir", folder if "://" in folder else os.path.abspath(folder)]
+    python = "python" if args.provider in IMAGES else sys.executable
+    options = {name: getattr(args, name) for name in ("kubernetes_kind", "namespace", "service_account", "provider")}
     options |= {name: getattr(args, name) or outputs.get(name) for name in ("execution_role_arn", "job_role_arn")}
     options |= {name: outputs.get(name) for name in ("region", "log_group")}
-    options |= {"node_selector": list(args.node_selector), "provider": args.provider}
+    options |= {"node_selector": list(args.node_selector)}
 
     specs: list[JobSpec] = []
-    experiment = common.flag_value(words, "--exp-name") or os.path.splitext(os.path.basename(script))[0]
+    experiment = common.flag_value(words, "--exp-name") or os.path.splitext(os.path.basename(words[1]))[0]
     for env_id in args.env_ids or (None,):
         for seed in range(args.start_seed, args.start_seed + args.num_seed):
-            parts = [env_id or named, experiment, str(seed), submission.rpartition("-")[2]]
+            game = env_id or common.flag_value(words, "--env-id")
+            parts = [game, experiment, str(seed), submission.rpartition("-")[2]]
             name = common.short_name("__".join(filter(None, parts)), 100, r"\w.-")
             added = ["--env-id", env_id] if env_id else []
-            added += ["--seed", str(seed), "--run-name", name, "--resume"]
-            if checkpoint_dir and not mounted:
-                url = "://" in checkpoint_dir
-                added += ["--checkpoint-dir", checkpoint_dir if url else os.path.abspath(checkpoint_dir)]
-            python = "python" if args.provider in IMAGES else sys.executable
+            added += ["--seed", str(seed), "--run-name", name, "--resume", *kept]
             own = {"WANDB_RUN_ID": common.short_name(name, 64)} if tracked else {}  # attempts are one W&B run
             specs.append(
                 JobSpec(
                     name=name,
-                    argv=tuple(common.launched(python, words, args.num_nodes, size["processes"], added)),
+                    argv=tuple(common.launched(python, words, args.num_nodes, num_processes, added)),
                     submission=submission,
-                    env_id=env_id or named,
+                    env_id=game,
                     seed=seed,
                     env={**own, **env},
                     image=args.docker_tag,
@@ -236,14 +237,12 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
                     num_nodes=args.num_nodes,
                     num_gpu=args.num_gpu,
                     first_gpu=len(specs) * args.num_gpu if args.provider in MACHINES else 0,
-                    num_vcpu=size["num_vcpu"],
-                    memory=size["memory"],
-                    shm_size=size["shm_size"],
+                    **size,
                     time_limit=None if args.num_hours is None else round(args.num_hours * 3600),
-                    attempts=attempts,
+                    attempts=args.num_retries or (5 if spot and args.kubernetes_kind != "trainjob" else 1),
                     spot=spot,
                     secret=secret,
-                    checkpoint_dir=checkpoint_dir,
+                    checkpoint_dir=folder,
                     options=options,
                 )
             )
@@ -259,11 +258,20 @@ def image_commands(args: Args) -> list[list[str]]:
     """What --build and --push run."""
     tag = str(args.docker_tag)
     if args.build and args.archs:
-        return [
-            ["docker", "buildx", "build", "--platform", args.archs, "-t", tag, "--push" if args.push else "--load", "."]
-        ]
+        out = "--push" if args.push else "--load"
+        return [["docker", "buildx", "build", "--platform", args.archs, "-t", tag, out, "."]]
     build = [["docker", "build", "-t", tag, "."]] if args.build else []
     return build + ([["docker", "push", tag]] if args.push else [])
+
+
+def make_image(args: Args) -> None:
+    for line in image_commands(args):
+        try:
+            code = subprocess.run(line).returncode
+        except FileNotFoundError:
+            raise Fault(f"{line[0]} is not installed here; nothing was sent") from None
+        if code:
+            raise Fault(f"{shlex.join(line)}: exit code {code}; nothing was sent")
 
 
 def quiet(*argv: str) -> str | None:
@@ -311,7 +319,7 @@ def submit(argv: list[str]) -> int:
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):
-            print(" ".join(line))
+            print(shlex.join(line))
         for spec in specs:
             print(provider.show(provider.render(spec)))
         print(f"dry run: {len(specs)} job(s) are valid, nothing was sent", file=sys.stderr)
@@ -320,8 +328,7 @@ def submit(argv: list[str]) -> int:
         record = None if args.again else records.find(request_hash)
         if record is None:
             provider.reach(specs)
-            for line in image_commands(args):
-                require(subprocess.run(line).returncode == 0, " ".join(line[:2]), "", "failed; nothing was sent")
+            make_image(args)
             record = new_record(args, argv, specs, request_hash)
         else:
             specs = make_specs(args, record["submission"])

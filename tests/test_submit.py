@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import ROOT, wait_until
+from conftest import MULTI, ROOT, Folder, command, final, wait_until
 
 from cleanrl_utils import launch, submit_exp
 from cleanrl_utils.config import Fault, UsageError
@@ -452,12 +452,21 @@ def test_docker_takes_the_key_by_name_and_keeps_the_user(tmp_path, monkeypatch):
     assert "--cpus" not in words and "--checkpoint-dir" not in words
 
 
-def test_the_image_is_built_and_pushed_first(submit):
+def test_the_image_is_built_and_pushed_first(submit, tmp_path, monkeypatch):
     base = ["--provider", "docker", "--docker-tag", "me/x:1", "--command", COMMAND, "--dry-run", "--build", "--push"]
     done = submit(*base)
     assert done.out.splitlines()[:2] == ["docker build -t me/x:1 .", "docker push me/x:1"]
     done = submit(*base, "--archs", "linux/amd64,linux/arm64")
     assert done.out.startswith("docker buildx build --platform linux/amd64,linux/arm64 -t me/x:1 --push .")
+    (tmp_path / "docker").write_text('#!/bin/sh\n[ "$1" != push ]\n')
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    base.remove("--dry-run")
+    done = submit(*base)
+    assert done.code == 1 and done.err == "error: docker push me/x:1: exit code 1; nothing was sent\n"
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    done = submit(*base)
+    assert done.code == 1 and done.err == "error: docker is not installed here\n" and done.records == []
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------
@@ -562,6 +571,24 @@ def test_what_has_failed_is_retried_as_the_same_run(submit, tmp_path):
     assert submit("watch", record["submission"]).code == 0
     assert done.records[0]["jobs"][1]["earlier_handles"] == [failed["handle"]]
     assert spec.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_is_continued_to_the_same_weights(submit, tmp_path):
+    """Real training on two processes, cancelled and retried, is the run that was left alone."""
+    words = "--total-num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --num-threads 1"
+    words += " --checkpoint-every 1 --total-timesteps 2560"
+    (record,) = submit("--provider", "local", "--command", f"python {MULTI} {words}", "--num-processes", 2).records
+    handle = record["jobs"][0]["handle"]
+    wait_until(lambda: "checkpoint: " in spec.tail(handle["log"]), 120, "it trains")
+    submit("cancel", record["submission"])
+    wait_until(lambda: local.status(handle).state != "running", 60, "it ends")
+    assert local.status(handle) == Status("failed", reason="exit code 75")
+    assert "stopped after iteration" in spec.tail(handle["log"])
+    assert submit("retry", record["submission"]).code == 0
+    assert submit("watch", record["submission"]).code == 0
+    alone = Folder(tmp_path).run(command(MULTI, *words.split(), nproc=2))
+    assert final(spec.tail(handle["log"])) == final(alone.stdout)
 
 
 def test_a_pid_that_was_given_away_is_not_the_job(tmp_path):

@@ -50,7 +50,7 @@ class JobSpec:
     num_vcpu: int | None = 4
     memory: int | None = 8000
     """MiB, with the shared memory; as num_vcpu None on the own machine: no limit"""
-    shm_size: int = 1024
+    shm_size: int | None = 1024
     """MiB of /dev/shm"""
     time_limit: int | None = None
     """seconds of an attempt"""
@@ -143,7 +143,7 @@ def check(spec: JobSpec) -> None:
     """The rules of every provider."""
     if spec.memory is not None:
         rule = f"must be below --num-memory {spec.memory}, of which it is a part"
-        require(spec.shm_size < spec.memory, "--shm-size", spec.shm_size, rule)
+        require((spec.shm_size or 0) < spec.memory, "--shm-size", spec.shm_size, rule)
     require(1 <= spec.attempts <= 10, "--num-retries", spec.attempts, "must be 1 .. 10 attempts")
     if spec.image is not None:
         shape = r"[a-z0-9]([\w./:-]*\w)?(@sha256:[0-9a-f]{64})?"
