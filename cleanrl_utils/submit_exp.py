@@ -250,7 +250,7 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     for spec in specs:
         common.check(spec)
         provider.check(spec)
-    common.check_secrets("".join(provider.show(provider.render(spec)) + repr(spec) for spec in specs))
+    common.check_secrets("".join(provider.show(provider.render(spec)) + repr(spec) for spec in specs), secret)
     return specs
 
 
@@ -315,7 +315,7 @@ def submit(argv: list[str]) -> int:
     script = os.path.splitext(os.path.basename(common.split_command(args.command)[1]))[0]
     submission = f"{common.short_name(script, 50)}-{secrets.token_hex(4)}"
     specs = make_specs(args, submission)
-    common.check_secrets(json.dumps(argv))
+    common.check_secrets(json.dumps(argv), args.wandb_secret)
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):

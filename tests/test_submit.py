@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +239,15 @@ def test_help_is_quick_and_needs_no_extra():
     script += f"finally: assert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "--job-queue" in done.stdout, done.stderr
+
+
+def test_a_variable_that_only_says_where_the_key_is_is_no_secret(submit, monkeypatch, tmp_path):
+    key = tmp_path / "the-key-of-this-folder"
+    key.write_text("x")
+    key.chmod(0o600)
+    monkeypatch.setenv("WANDB_KEY_FILE", str(key))
+    done = submit("--provider", "slurm", "--command", COMMAND, "--wandb-secret", key, "--dry-run")
+    assert done.code == 0, done.err
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
@@ -785,6 +795,28 @@ def test_no_credentials_are_one_line(submit, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     done = submit(*AWS, "--job-queue", "gpus")
     assert done.code == 1 and "Unable to locate credentials" in done.err and done.err.count("\n") == 1
+
+
+def test_the_log_of_a_batch_job(batch, monkeypatch):
+    import boto3
+
+    logs, where = boto3.client("logs"), {"logGroupName": "/g", "logStreamName": "cleanrl/default/1"}
+    logs.create_log_group(logGroupName="/g")
+    logs.create_log_stream(**where)
+    now = int(time.time() * 1000)
+    logs.put_log_events(**where, logEvents=[{"timestamp": now + i, "message": f"line {i}"} for i in range(300)])
+    asked = []
+
+    def describe(handle, ids):
+        asked.extend(ids)
+        return [{"container": {"logStreamName": where["logStreamName"]}}]
+
+    monkeypatch.setattr(aws, "describe", describe)
+    handle = {"job_id": "j", "num_nodes": 2, "region": "us-east-1", "log_group": "/g"}
+    text = aws.log(handle)
+    assert text.splitlines() == [f"line {i}" for i in range(100, 300)] and asked == ["j#0"], "the main node's end"
+    monkeypatch.setattr(aws, "describe", lambda handle, ids: [{"container": {}}])
+    assert aws.log(handle) == ""
 
 
 def test_batch_statuses():

@@ -132,10 +132,10 @@ def check_env(env: Sequence[str]) -> dict[str, str]:
     return result
 
 
-def check_secrets(documents: str) -> None:
-    """Refuse to send what holds the value of a secret variable of this process."""
+def check_secrets(documents: str, reference: str | None) -> None:
+    """Refuse to send what holds the value of a secret variable of this process, unless that is the reference itself."""
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 16 and value in documents:
+        if SECRET_NAME.search(name) and len(value) >= 16 and value != reference and value in documents:
             raise UsageError(f"the value of {name} is in what would be sent or written; use --wandb-secret")
 
 
