@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test test-slow test-cloud check docs format clean
+.PHONY: setup train test test-slow test-cloud check docs format results clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,9 @@ docs: setup  ## the pages, in site/
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+results: setup  ## results/README.md and its pictures, from the tables
+	$(BIN)/python -m cleanrl_utils.results $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache site

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import glob
 import os
+import shlex
+import subprocess
 import sys
 import time
 from collections import Counter, deque
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cleanrl_utils.config import Fault, RunArgs, UsageError
-from cleanrl_utils.process import Stopped, on_rank_0, ranks
+from cleanrl_utils.process import Stopped, local_world_size, on_rank_0, ranks, under_torchrun
 
 
 class NullLogger:
@@ -76,8 +78,9 @@ class Logger(NullLogger):
 
         folder = f"runs/{run_name}"
         self._writer = SummaryWriter(folder, flush_secs=10, purge_step=self._step + 1 if self._step else 0)
-        rows = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-        self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}", self._step)
+        for tag, facts in (("hyperparameters", dataclasses.asdict(args)), ("start", _start_facts(args))):
+            rows = "\n".join(f"|{key}|{value}|" for key, value in facts.items())
+            self._writer.add_text(tag, f"|param|value|\n|-|-|\n{rows}", self._step)
         print(f"run: {folder}{f', from step {self._step}' if self._step else ''}", file=sys.stderr)
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(total_timesteps, self._step)
@@ -216,6 +219,28 @@ def _start_wandb(args: RunArgs, run_name: str, run_id: str | None) -> Any:
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
     return run
+
+
+def _start_facts(args: RunArgs) -> dict[str, Any]:
+    """What it takes to repeat the run, beside its arguments: command, commit, machine and versions."""
+    from cleanrl_utils.checkpoint import machine  # which imports this module
+
+    script, local = os.path.abspath(sys.argv[0]), local_world_size()
+    nodes = f"--nnodes={ranks()[2] // local}" if ranks()[2] > local else "--standalone --nnodes=1"
+    launcher = f"torchrun {nodes} --nproc_per_node={local}" if under_torchrun() else "python"
+    commit, cpu = "", ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        git = ["git", "-C", os.path.dirname(script), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return {
+        "command": f"{launcher} {shlex.join([os.path.basename(script), *sys.argv[1:]])}",
+        "commit": commit or "unknown",
+        "cpu": f"{os.cpu_count()} cores of {cpu or 'unknown'}",
+        "python": sys.version.split()[0],
+        **machine(args),
+    }
 
 
 class _Bar:

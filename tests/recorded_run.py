@@ -69,5 +69,12 @@ def record(path, out, flags):
         np.savez(f"{out}/rank{rank}.npz", actions=actions, params=params, optimizer_steps=optimizer_steps)
 
 
+def record_in_worker(env, folder, *args):
+    """`record`, in a new process that is one of several."""
+    os.environ.update(env)
+    os.chdir(folder)
+    record(*args)
+
+
 if __name__ == "__main__":
     record(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -1,0 +1,433 @@
+"""Runs of training scripts as processes: their place on the machine, their logs, their end. Nobody is left behind.
+
+Each run has a folder `runs/{name}` with `run.log`, what it printed in all its attempts, and `attempts.json`:
+
+    command     the command line
+    state       running, finished, failed or interrupted
+    exit_code   of the last attempt; null while it runs
+    attempts    how often it was started
+    seconds     wall time of all attempts
+    started, ended  UTC, of the first start and of the last end
+
+All processes are started and watched by one thread: the kernel takes the end of the thread that started a process for
+the end of its parent.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from types import FrameType
+from typing import Any
+
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from cleanrl_utils.config import Fault, UsageError, parse, require
+
+OWN_FLAGS = ("--env-id", "--seed", "--exp-name", "--run-name", "--resume")  # given by the tools
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PROBE_LIMIT = 120.0  # seconds for a script's --help
+LINE = re.compile(rb"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (\S+)")
+_libc = ctypes.CDLL(None)
+
+
+# === Commands =========================================================================================================
+def words(command: str) -> list[str]:
+    """The words of a command line; a usage error where only a shell could run it."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    try:
+        operators = [word for word in lexer if word and not word.strip("();<>|&")]
+        found = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--command {command}: {error}") from None
+    require(found != [], "--command", repr(command), "must be a command line")
+    operators += re.findall(r"`|\$[\w{(]\S*", command)
+    rule = f"runs without a shell, which `{operators[0] if operators else ''}` needs; put that into a script of its own"
+    require(operators == [], "--command", command, rule)
+    rule = f"set {found[0]} before `python -m ...`; the runs inherit it"
+    require(re.match(r"[A-Za-z_]\w*=", found[0]) is None, "--command", command, rule)
+    flags = {flag.partition("=")[0].replace("_", "-") for flag in found}
+    for flag in OWN_FLAGS:
+        require(flag not in flags, "--command", command, f"must be without {flag}, which each run gets from here")
+    require(shutil.which(program(found)[0]) is not None, "--command", command, f"there is no program {found[0]}")
+    script = _script(found)
+    there = script is None or os.path.exists(found[script])
+    require(there, "--command", command, f"there is no file {found[script or 0]} in {os.getcwd()}")
+    return found
+
+
+def program(line: list[str]) -> list[str]:
+    """What is started for a command line: `python` is this Python, and `torchrun` goes through `cleanrl_utils.launch`.
+
+    The launcher lets an iteration end before it stops, and keeps the script's exit code.
+    """
+    if line[0] in ("python", "python3"):
+        return [sys.executable, *line[1:]]
+    if os.path.basename(line[0]) == "torchrun" and _script(line) is not None:
+        return [sys.executable, "-m", "cleanrl_utils.launch", *line[1:]]
+    return line
+
+
+def _script(line: list[str]) -> int | None:
+    """The position of the script among the words."""
+    return next((i for i, word in enumerate(line) if word.endswith(".py")), None)
+
+
+def experiment(line: list[str]) -> str:
+    """The name of the experiment that the scripts would choose: the script's file name, or the module's."""
+    position = _script(line)
+    if position is None and "-m" in line[:-1]:
+        return line[line.index("-m") + 1].rpartition(".")[2]
+    return os.path.splitext(os.path.basename(line[position or 0]))[0]
+
+
+def flags_of(line: list[str]) -> set[str]:
+    """The flags that a command's `--help` names; none where it has no help."""
+    position = _script(line)
+    if position is not None:
+        python = line[0] if "python" in os.path.basename(line[0]) else "python"
+        line = [python, line[position]]
+    elif "-m" in line[:-1]:
+        line = line[: line.index("-m") + 2]
+    try:
+        done = subprocess.run(
+            [*program(line), "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_LIMIT,
+            env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", done.stdout)}
+
+
+def own_flags(flags: set[str], env_id: str, seed: int, exp_name: str, run_name: str) -> list[str]:
+    """What tells a script which run it is, as far as it has the flags."""
+    given = ["--env-id", env_id, "--seed", str(seed)]
+    given += ["--exp-name", exp_name] * ("--exp-name" in flags) + ["--run-name", run_name] * ("--run-name" in flags)
+    return given + ["--resume"] * ({"--run-name", "--resume"} <= flags)
+
+
+# === Places ===========================================================================================================
+@dataclass(frozen=True)
+class Place:
+    """What a run may use of the machine."""
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; () where the machine has none
+
+    def __str__(self) -> str:
+        return f"cores {_ranges(self.cores)}" + f", GPU {','.join(self.gpus)}" * bool(self.gpus)
+
+
+def places(workers: int) -> list[Place]:
+    """The cores and GPUs that this process may use, dealt out; more workers than there are share them in turn."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [Place(c, g) for c, g in zip(_deal(cores, workers), _deal(_gpus(), workers), strict=True)]
+
+
+def _gpus() -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [str(i) for i in range(len(re.findall(r"^GPU \d+:", listed, re.M)))]
+
+
+def _deal(items: list[Any], workers: int) -> list[tuple]:
+    if len(items) < workers:
+        return [(items[i % len(items)],) if items else () for i in range(workers)]
+    ends = [len(items) * i // workers for i in range(workers + 1)]
+    return [tuple(items[a:b]) for a, b in itertools.pairwise(ends)]
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """
+    >>> _ranges((0, 1, 2, 5, 7, 8))
+    '0-2,5,7-8'
+    """
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+# === Runs =============================================================================================================
+@dataclass(frozen=True)
+class Progress:
+    """The newest of a script's progress lines."""
+
+    step: int
+    total: int
+    sps: int
+    left: float  # seconds
+    mean_return: float | None
+
+
+class Run:
+    """One run of a script.
+
+    `state` is as in attempts.json, or waiting, elsewhere (another tool has it), stopping, or skipped (finished before).
+    """
+
+    def __init__(self, name: str, line: list[str]):
+        self.name, self.line, self.command = name, line, shlex.join(line)
+        self.folder = f"runs/{name}"
+        self.log = f"{self.folder}/run.log"
+        self.state, self.exit_code = "waiting", 0
+        self.place: Place | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = False
+        self._began, self._offset = 0.0, 0
+        self._ended: float | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """attempts.json; {} where there is none that can be read."""
+        try:
+            with open(f"{self.folder}/attempts.json") as file:
+                found = json.load(file)
+                return found if isinstance(found, dict) and "command" in found else {}
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def others(self) -> str | None:
+        """Another command that this run was begun with. One that the script refused has left nothing."""
+        before = self.record
+        same = before.get("command", self.command) == self.command
+        return None if same or before.get("exit_code") == 2 else before["command"]
+
+    @property
+    def finished(self) -> bool:
+        before = self.record
+        return before.get("state") == "finished" and before["command"] == self.command
+
+    def start(self, place: Place) -> bool:
+        """Start it, or continue it if the command can. False if it need not be, or another tool has it just now."""
+        os.makedirs(self.folder, exist_ok=True)
+        log = open(self.log, "ab")  # noqa: SIM115
+        try:
+            # The lock is the open file's: the run holds it as long as it lives, also without the tool that started it.
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.state = "elsewhere"
+            log.close()
+            return False
+        if self.finished:
+            self.state = "skipped"
+            log.close()
+            return False
+        before = self.record
+        if before.get("command") != self.command:
+            before = {}
+        self._saved = {
+            "command": self.command,
+            "state": "running",
+            "exit_code": None,
+            "attempts": before.get("attempts", 0) + 1,
+            "seconds": before.get("seconds", 0.0),
+            "started": before.get("started", _now()),
+            "ended": None,
+        }
+        self._write()
+        log.write(f"$ {self.command}\n".encode())
+        log.flush()
+        self._log, self._offset, self._asked = log, log.tell(), False
+        self._began, self._ended, self.place = time.monotonic(), None, place
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if place.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+        try:
+            self._process = subprocess.Popen(
+                program(self.line),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C comes from here, once
+                preexec_fn=_prepare(place.cores),
+            )
+        except OSError as error:
+            log.close()
+            raise Fault(f"can't start {self.command}: {error}") from None
+        self.state = "running"
+        return True
+
+    def poll(self) -> bool:
+        """Whether it has ended. Then `state` and `exit_code` say how, and nobody of its process group is left."""
+        if self._process is None:
+            return True
+        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # before its number is free: what a crash has left behind
+        self.exit_code, self._ended = self._process.wait(), time.monotonic()
+        preempted = self._asked or self.exit_code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
+        self.state = "finished" if self.exit_code == 0 else "interrupted" if preempted else "failed"
+        self._saved |= {"state": self.state, "exit_code": self.exit_code, "ended": _now()}
+        self._saved["seconds"] = round(self._saved["seconds"] + self.seconds, 1)
+        self._process = None
+        self._write()
+        self._log.close()
+        return True
+
+    def stop(self) -> None:
+        """Ask it to end; scripts that can write a checkpoint. `poll` says when it has."""
+        if self._process is not None and not self._asked:
+            self._asked, self.state = True, "stopping"
+            os.kill(self._process.pid, signal.SIGTERM)  # Popen's own way would reap it, which `poll` does
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._asked = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of this attempt."""
+        return (self._ended or time.monotonic()) - self._began
+
+    @property
+    def progress(self) -> Progress | None:
+        """The newest progress line of this attempt."""
+        lines = LINE.findall(_end_of(self.log, 4096, self._offset))
+        if not lines:
+            return None
+        step, total, sps, hours, minutes, seconds = map(int, lines[-1][:6])
+        mean = lines[-1][6]
+        left = 3600.0 * hours + 60 * minutes + seconds
+        return Progress(step, total, sps, left, None if mean == b"-" else float(mean))
+
+    @property
+    def how_it_ended(self) -> str:
+        """The exit code, and by which signal."""
+        if self.exit_code < 0:
+            return f"killed by {signal.Signals(-self.exit_code).name}"
+        return f"exit code {self.exit_code}"
+
+    def tail(self, lines: int = 10) -> str:
+        """The log's last lines, indented."""
+        last = _end_of(self.log, 8192).decode(errors="replace").splitlines()[-lines:]
+        return "\n".join(f"    {line}" for line in last)
+
+    def events(self) -> str | None:
+        """The folder of its TensorBoard events; also of scripts that name it by themselves, after --exp-name."""
+        import glob
+
+        value = dict(zip(self.line, self.line[1:], strict=False))
+        if "--run-name" in value:
+            return self.folder
+        name = f"{value['--env-id'].replace('/', '-')}__{value.get('--exp-name', experiment(self.line))}"
+        found = glob.glob(f"runs/{glob.escape(name)}__{value['--seed']}__*")
+        return max(found, key=os.path.getmtime, default=None)
+
+    def _write(self) -> None:
+        path = f"{self.folder}/attempts.json"
+        with open(f"{path}.tmp", "w") as file:
+            json.dump(self._saved, file, indent=2)
+        os.replace(f"{path}.tmp", path)
+
+
+def _prepare(cores: tuple[int, ...]) -> Callable[[], None]:
+    """In the child: its cores, and the kernel tells it to stop when this process is gone, however that ended."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        PR_SET_PDEATHSIG = 1
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+        os.sched_setaffinity(0, cores)
+
+    return prepare
+
+
+def _end_of(path: str, size: int, start: int = 0) -> bytes:
+    """The last bytes of a file, none before `start`."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(start, os.fstat(file.fileno()).st_size - size))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def clock(seconds: float) -> str:
+    """
+    >>> clock(3723.4)
+    '1:02:03'
+    """
+    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02}:{int(seconds % 60):02}"
+
+
+# === Stopping =========================================================================================================
+class StopRequest:
+    """Notes the signals by which a tool is told to stop. A second Ctrl-C means at once."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    def __bool__(self) -> bool:
+        return bool(self.received)
+
+    def pass_on(self, active: list[Run]) -> None:
+        """Tell the runs."""
+        for run in active:
+            run.kill() if self.received.count(signal.SIGINT) > 1 else run.stop()
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_INTERRUPTED if self.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED
+
+
+def end_all(active: list[Run]) -> None:
+    """Whatever happened to the tool: its runs are told to stop, and waited for."""
+    for run in active:
+        run.stop()
+    while not all(run.poll() for run in active):
+        time.sleep(0.1)
+
+
+def tool(main: Callable[[Any], int], args_class: type, argv: list[str]) -> int:
+    """A tool's exit code: `main`'s, or 2 and 1 with one line for what the user can and can't put right."""
+    try:
+        return main(parse(args_class, argv))
+    except (UsageError, Fault, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:  # before there was a run to stop
+        return EXIT_INTERRUPTED
