@@ -5,11 +5,14 @@
 | `config`      | `RunArgs` (the flags every script shares), number ranges, one-line errors, `run` |
 | `seeding`     | the three levels of seeds: experiment, process, environment                     |
 | `atari`       | one Atari game with its preprocessing, the vector of them, the video recorder   |
+| `pool`        | the vector whose environments are stepped by worker processes                   |
 | `process`     | ranks, device, threads, the process group, exit codes                           |
 | `checkpoint`  | the run's folder, the state of the whole job, and how a start goes on from it    |
 | `logger`      | TensorBoard, Weights & Biases, progress, time shares                            |
 
-`python -m cleanrl_utils.launch` starts a script so that its signals and its exit code arrive.
+`python -m cleanrl_utils.launch` starts a script so that its signals and its exit code arrive. The tools are commands
+of the same form, which training does not import: `benchmark`, `evaluate`, `report` (with `results`), `tune`, `export`,
+`submit_exp`.
 """
 
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130  # 75: EX_TEMPFAIL of sysexits.h, try again later

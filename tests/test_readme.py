@@ -12,6 +12,7 @@ import pytest
 from conftest import BIN, ROOT, environment, free_port, kill_group
 
 README = (ROOT / "README.md").read_text()
+TOOL = re.compile(r"cleanrl_utils\.(?!launch)(\w+)")
 SHORT = {"--total-timesteps": 128, "--num-envs": 2, "--num-steps": 16}
 
 
@@ -52,7 +53,7 @@ def start(line, project):
 
 
 def test_training_commands(project):
-    lines = [line for line in commands() if "ppo_atari" in line]
+    lines = [line for line in commands() if "ppo_atari" in line and not TOOL.search(line)]
     assert len(lines) >= 5
     port, jobs = str(free_port()), []
     for line in lines:
@@ -64,6 +65,31 @@ def test_training_commands(project):
             assert sum(output.count("final: global_step=128 ") for output in outputs) == 1, outputs
             jobs = []
     assert jobs == []
+
+
+def test_tools(project):
+    """One run, game, and trial of each."""
+    lines = [line for line in commands() if TOOL.search(line)]
+    sizes = {"--total-timesteps": 128, "--num-seeds": 1, "--games": 1, "--num-trials": 1, "--workers": 1}
+    made = {
+        "benchmark": "runs/PongNoFrameskip-v4__ppo_atari__1/attempts.json",
+        "evaluate": "runs/first/evaluation.json",
+        "report": "report/index.html",
+        "tune": "runs/*/trials.csv",
+        "export": "exports/first/model.safetensors",
+        "submit_exp": None,
+    }
+    for line in lines:
+        for flag, value in sizes.items():
+            line = re.sub(rf"{flag} \d+", f"{flag} {value}", line)
+        line = line.replace("--total-timesteps 128", "--total-timesteps 128 --num-envs 2 --num-steps 16")
+        line = line.replace(" BreakoutNoFrameskip-v4", "")
+        job = start(line, project)
+        output, _ = job.communicate(timeout=240)
+        assert job.returncode == 0, f"{line}\n{output}"
+        file = made.pop(TOOL.search(line)[1])
+        assert file is None or list(project.glob(file)), f"{line}\n{output}"
+    assert made == {} and "3 job(s) are valid" in output
 
 
 def test_make_train(project):
@@ -99,7 +125,7 @@ def test_no_other_commands():
         "make test",
         "tensorboard ",
         "python ppo_atari",
-        "python -m cleanrl_utils.launch ",
+        "python -m cleanrl_utils.",
         "torchrun ",
     )
     assert [line for line in commands() if not line.startswith(known)] == []
