@@ -77,6 +77,10 @@ class SavedAgent:
         path = self.path.rstrip("/")
         return os.path.basename(os.path.dirname(path) if path.endswith(".pt") else path)
 
+    @property
+    def results_folder(self) -> str:
+        return self.folder or f"runs/{self.name}"
+
 
 def load_agent(path: str) -> SavedAgent:
     """Read a checkpoint file, the newest checkpoint of a folder, or an exported agent, by fsspec. UsageError, Fault."""
@@ -90,6 +94,8 @@ def load_agent(path: str) -> SavedAgent:
         is_file = folder.fs.isfile(folder.path)
         exported = not is_file and folder.fs.isfile(f"{folder.path}/model.safetensors")
         exists = is_file or exported or bool(folder.files())
+    except Fault:
+        raise
     except Exception as error:  # whatever a store says
         raise Fault(f"can't read {path}: {type(error).__name__}: {error}".splitlines()[0]) from None
     if not exists:
@@ -342,11 +348,12 @@ def evaluate(args: Args) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # the games are what runs side by side; and sums over threads would round differently
     player = Player(saved, script, args)
-    out = args.out or saved.folder or f"runs/{saved.name}"
+    out = args.out or saved.results_folder
     try:
         os.makedirs(out, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO):  # of an earlier evaluation
+            Path(out, name).unlink(missing_ok=True)
+        Path(out, RESULT).touch()  # can it be written?
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None
     seeds = seeding.env_seeds(args.seed, 0, args.games)
@@ -354,7 +361,7 @@ def evaluate(args: Args) -> dict[str, Any]:
     returns, lengths = [game[0] for game in games], [game[1] for game in games]
     best, median = best_and_median(returns)
     result: dict[str, Any] = {
-        "agent": args.agent,
+        "agent": saved.name,
         "env_id": saved.env_id,
         "global_step": saved.global_step,
         "script": script.name,
