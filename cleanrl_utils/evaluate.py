@@ -353,7 +353,8 @@ def evaluate(args: Args) -> dict[str, Any]:
         os.makedirs(out, exist_ok=True)
         for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO):  # of an earlier evaluation
             Path(out, name).unlink(missing_ok=True)
-        Path(out, RESULT).touch()  # can it be written?
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise UsageError(f"--out {out}: {error.strerror}") from None
     seeds = seeding.env_seeds(args.seed, 0, args.games)

@@ -132,14 +132,15 @@ def export(args: Args) -> str:
     for package, name in (("safetensors", "safetensors"), ("huggingface_hub", "huggingface-hub")):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export needs {name}: pip install 'cleanrl-distributed[hub]'")
-    import huggingface_hub
     import safetensors.torch
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     require(args.push_to_hub is not None or not args.private, "--private", "", "needs --push-to-hub")
     if args.push_to_hub is not None:
         try:
-            huggingface_hub.utils.validate_repo_id(args.push_to_hub)
-        except huggingface_hub.errors.HFValidationError as error:
+            validate_repo_id(args.push_to_hub)
+        except HFValidationError as error:
             raise UsageError(f"--push-to-hub {args.push_to_hub}: {error}".splitlines()[0]) from None
     saved = load_agent(args.agent)
     try:
