@@ -82,21 +82,19 @@ def error(capsys, *argv, code=2):
 
 def test_the_same_seed_gives_the_same_scores_however_many_at_once():
     save("run")
-    alone = played("run", "--games", 5, "--num-envs", 1)
-    assert len(set(alone["seeds"])) == 5 and len(set(alone["episodic_lengths"])) > 1, "games must differ"
-    for num_envs in (2, 5):
-        several = played("run", "--games", 5, "--num-envs", num_envs)
-        assert several == alone
-    fewer = played("run", "--games", 3, "--num-envs", 2)
-    assert fewer["episodic_lengths"] == alone["episodic_lengths"][:3], "game i must not depend on the number of games"
-    other = played("run", "--games", 3, "--num-envs", 1, "--seed", 2)
-    assert other["seeds"] != fewer["seeds"] and other["episodic_lengths"] != fewer["episodic_lengths"]
+    alone = played("run", "--games", 3, "--num-envs", 1)
+    assert len(set(alone["seeds"])) == 3 and len(set(alone["episodic_lengths"])) > 1, "games must differ"
+    assert played("run", "--games", 3, "--num-envs", 3) == alone
+    fewer = played("run", "--games", 2, "--num-envs", 2)
+    assert fewer["episodic_lengths"] == alone["episodic_lengths"][:2], "game i must not depend on the number of games"
+    other = played("run", "--games", 1, "--seed", 2)
+    assert other["seeds"] != alone["seeds"][:1] and other["episodic_lengths"] != alone["episodic_lengths"][:1]
 
 
 def test_games_are_whole_and_scores_raw():
     """The same games as with gymnasium's own wrappers, which neither end at a lost life nor clip rewards."""
     save("run", PACMAN, policy(PACMAN, {RIGHT: 1.0}))
-    result = played("run", "--games", 2, "--num-envs", 1, "--greedy")
+    result = played("run", "--games", 1, "--greedy")
     env = gym.wrappers.AtariPreprocessing(gym.make(PACMAN))
     for seed, score, length in zip(
         result["seeds"], result["episodic_returns"], result["episodic_lengths"], strict=True
@@ -137,21 +135,18 @@ def test_actions_are_sampled_from_the_policy_or_greedy():
     for greedy in (False, True):
         player = evaluate.Player(saved, ROOT / SINGLE, evaluate.Args("run", greedy=greedy))
         generator = torch.Generator().manual_seed(1)
-        counts = np.bincount([player.action(obs, generator) for _ in range(600)], minlength=4) / 600
+        counts = np.bincount([player.action(obs, generator) for _ in range(400)], minlength=4) / 400
         expected = [0, 1, 0, 0] if greedy else list(probabilities.values())
-        assert np.abs(counts - expected).max() < (1e-9 if greedy else 0.06)
+        assert np.abs(counts - expected).max() < (1e-9 if greedy else 0.08)
 
 
 def test_sticky_actions():
     """With probability 1 the emulator repeats the first action, none, for ever, whatever the agent does."""
-    agents = [save(f"run{action}", PACMAN, policy(PACMAN, {action: 1.0})) for action in (RIGHT, LEFT)]
-    lengths = []
-    for sticky in (0.25, 1):
-        for agent in agents:
-            result = played(agent, "--games", 1, "--sticky-actions", sticky)
-            assert result["sticky_actions"] == sticky
-            lengths.append(result["episodic_lengths"])
-    assert lengths[0] != lengths[1] and lengths[2] == lengths[3] and lengths[0] != lengths[2]
+    right, left = (save(f"run{action}", PACMAN, policy(PACMAN, {action: 1.0})) for action in (RIGHT, LEFT))
+    free = played(right, "--games", 1, "--sticky-actions", 0.25)
+    stuck = [played(agent, "--games", 1, "--sticky-actions", 1) for agent in (right, left)]
+    assert (free["sticky_actions"], stuck[0]["sticky_actions"]) == (0.25, 1)
+    assert stuck[0]["episodic_lengths"] == stuck[1]["episodic_lengths"] != free["episodic_lengths"]
 
 
 @pytest.mark.parametrize("env_id, sticky", [("ALE/Breakout-v5", 0.25), (BREAKOUT, 0)])
@@ -181,7 +176,7 @@ def test_published_scores_are_of_the_57_games():
 
 def test_videos_are_the_games():
     save("run")
-    result = played("run", "--games", 3, "--num-envs", 1, "--capture-video")
+    result = played("run", "--games", 2, "--capture-video")
     for name in ("best", "median"):
         number = result[f"{name}_game"]
         frames = imageio_ffmpeg.read_frames(f"run/evaluation-{name}.mp4")
@@ -190,7 +185,7 @@ def test_videos_are_the_games():
         assert (width, height) == (160, 210)
         assert len(pictures) == result["episodic_lengths"][number] + 1
         assert np.std(pictures[0]) > 10 and np.abs(np.subtract(pictures[0], pictures[-1], dtype=float)).max() > 50
-    played("run", "--games", 1, "--num-envs", 1)
+    played("run", "--games", 1)
     assert glob.glob("run/*.mp4") == [], "videos of an earlier evaluation must not stay beside the new scores"
 
 

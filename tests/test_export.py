@@ -38,7 +38,7 @@ def test_an_exported_agent_is_the_checkpoints(capsys):
     assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
     there = evaluate.load_agent("exports/first")
     assert (there.config, there.command, there.global_step) == (state.config, state.command, state.global_step)
-    first, again = (played(agent, "--games", 2, "--num-envs", 1) for agent in ("runs/first", "exports/first"))
+    first, again = (played(agent, "--games", 2) for agent in ("runs/first", "exports/first"))
     assert first == again
     with open("exports/first/ppo_atari.py") as file:  # found in this project
         assert file.read() == (ROOT / SINGLE).read_text()
@@ -48,7 +48,7 @@ def test_an_exported_agent_is_the_checkpoints(capsys):
 
 def test_the_model_card(capsys):
     save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}))
-    result = played("runs/first", "--games", 3, "--num-envs", 1, "--capture-video")
+    result = played("runs/first", "--games", 2, "--capture-video")
     exported("runs/first")
     card = ModelCard.load("exports/first/README.md")
     (score,) = card.data.eval_results
