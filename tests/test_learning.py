@@ -12,8 +12,8 @@ from conftest import MULTI, ROOT, command, final, scalars
 BEST, STEPS, LAST = 4, 3072, 512  # the best score; the run's steps, and the last of them, whose games count
 FLAGS = [
     *("--env-id", "Catch-v0", "--total-timesteps", STEPS, "--total-num-envs", 8, "--num-steps", 16),
-    *("--num-minibatches", 4, "--update-epochs", 2, "--learning-rate", 1e-3, "--no-anneal-lr", "--gamma", 0.9),
-    *("--clip-coef", 0.2, "--ent-coef", 0.001, "--num-threads", 1, "--no-cuda"),
+    *("--num-minibatches", 4, "--update-epochs", 2, "--learning-rate", 2e-3, "--gamma", 0.9, "--ent-coef", 0.001),
+    *("--num-threads", 1, "--no-cuda"),
 ]
 COPY = [  # what a user changes for a game that is not ale-py's
     ("from cleanrl_utils import process", "import catch  # registers Catch-v0\nfrom cleanrl_utils import process"),
