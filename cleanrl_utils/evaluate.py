@@ -185,6 +185,7 @@ class Player:
     """An agent and a game of its script's `make_env`, with whole games and raw scores."""
 
     def __init__(self, saved: SavedAgent, script: Path, args: Args):
+        import ale_py
         import torch
 
         from cleanrl_utils.atari import make_vector
@@ -206,10 +207,12 @@ class Player:
         self.env: Any = self.envs.envs[0]  # type: ignore[union-attr]
         actions: Any = self.envs.single_action_space
         self.num_actions = int(actions.n)
-        emulator = getattr(self.env.unwrapped, "ale", None)
+        emulator = self.env.unwrapped.ale if isinstance(self.env.unwrapped, ale_py.AtariEnv) else None
+        if args.capture_video and self.env.render_mode != "rgb_array":
+            raise UsageError(f"--capture-video: the game of {script} has no render_mode rgb_array")
         if args.sticky_actions is not None:
             if emulator is None:
-                raise UsageError("--sticky-actions: the game has no Atari emulator")
+                raise UsageError(f"--sticky-actions: the game of {script} is not the Atari emulator's")
             emulator.setFloat("repeat_action_probability", args.sticky_actions)  # each game loads the ROM anew with it
         self.sticky_actions = emulator.getFloat("repeat_action_probability") if emulator is not None else 0.0
         try:
@@ -385,14 +388,14 @@ def evaluate(args: Args) -> dict[str, Any]:
     with open(os.path.join(out, RESULT), "w") as file:
         json.dump(result, file, indent=2)
         file.write("\n")
-    show(result, out, args.capture_video)
+    show(result, script, out)
     return result
 
 
-def show(result: dict[str, Any], out: str, videos: bool) -> None:
+def show(result: dict[str, Any], script: Path, out: str) -> None:
     """The result for a reader."""
     actions = f"{result['actions']} actions, sticky with probability {result['sticky_actions']:g}"
-    print(f"{result['env_id']} after {result['global_step']} steps: {result['games']} games, {actions}")
+    print(f"{result['env_id']} after {result['global_step']} steps, by {script}: {result['games']} games, {actions}")
     for name in ("mean", "iqm", "median"):
         human = result["human_normalized"][name]
         spread = f" ± {result['std']:.2f}" if name == "mean" else ""
@@ -401,7 +404,8 @@ def show(result: dict[str, Any], out: str, videos: bool) -> None:
     for name in ("best", "median"):
         number = result[f"{name}_game"]
         print(f"{name:>8} game: {result['episodic_returns'][number]:g} (game {number})")
-    print(f"wrote {', '.join(os.path.join(out, f) for f in (RESULT, *(BEST_VIDEO, MEDIAN_VIDEO)[: 2 * videos]))}")
+    files = [os.path.join(out, name) for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO)]
+    print(f"wrote {', '.join(filter(os.path.exists, files))}")
 
 
 def main(argv: list[str]) -> int:

@@ -3,7 +3,8 @@
 It has as much of `ale_py.AtariEnv` as `AtariGame` uses, and its pictures have Atari's size, so preprocessing, network,
 rollout and update are those of a real game. A block falls for FALL frames in one of COLUMNS columns, which the
 environment's generator chooses; every STEP frames the paddle moves by one. A catch scores 1, a miss costs a life; a
-game has BLOCKS blocks, each of which can be caught after a catch. So BLOCKS is the best score.
+game has BLOCKS blocks, each of which can be caught after a catch. So BLOCKS is the best score. The columns of each
+finished game are a line of games.txt.
 """
 
 import ale_py
@@ -35,11 +36,12 @@ class Catch(gym.Env):
     # The emulator's part
 
     def reset_game(self):
-        self._blocks, self._misses, self._paddle = 0, 0, COLUMNS // 2
+        self._columns, self._misses, self._paddle = [], 0, COLUMNS // 2
         self._new_block()
 
     def _new_block(self):
-        self._column, self._age = int(self.np_random.integers(COLUMNS)), 0
+        self._columns.append(int(self.np_random.integers(COLUMNS)))
+        self._age = 0
 
     def act(self, action):
         self._age += 1
@@ -48,9 +50,11 @@ class Catch(gym.Env):
             self._paddle = min(max(self._paddle + move, 0), COLUMNS - 1)
         if self._age < FALL:
             return 0
-        caught = self._paddle == self._column
-        self._blocks += 1
+        caught = self._paddle == self._columns[-1]
         self._misses += not caught
+        if len(self._columns) == BLOCKS:
+            with open("games.txt", "a") as file:  # of all processes
+                file.write(f"{self._columns}\n")
         self._new_block()
         return int(caught)
 
@@ -58,7 +62,7 @@ class Catch(gym.Env):
         return BLOCKS - self._misses
 
     def game_over(self, with_truncation=True):
-        return self._blocks == BLOCKS
+        return len(self._columns) > BLOCKS
 
     def game_truncated(self):
         return False
@@ -69,7 +73,7 @@ class Catch(gym.Env):
     def getScreenGrayscale(self, out):
         out[:] = 0
         top = self._age * (HEIGHT - SIZE) // FALL
-        out[top : top + SIZE, self._column * SIZE : (self._column + 1) * SIZE] = 255
+        out[top : top + SIZE, self._columns[-1] * SIZE : (self._columns[-1] + 1) * SIZE] = 255
         out[-SIZE // 2 :, self._paddle * SIZE : (self._paddle + 1) * SIZE] = 128
 
     def getScreenRGB(self):

@@ -279,6 +279,44 @@ def test_an_error_within_a_game_is_one_line(capsys):
         assert "game 0: ValueError: of mine" in line
 
 
+COUNTING = """
+import gymnasium as gym, numpy as np, torch
+
+class Counting(gym.Env):  # the score is the sum of the actions, 1 without noise, over 3 to 12 steps
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,), np.uint8), gym.spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(3, 13))
+        return np.zeros(1, np.uint8), {}
+    def step(self, action):
+        self.left -= 1
+        return np.zeros(1, np.uint8), float(action), self.left == 0, False, {}
+
+class Agent(torch.nn.Module):
+    def __init__(self, envs):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(envs.single_action_space.n))
+    def get_action_and_value(self, x, noise=None):
+        return (self.logits + noise).argmax(1), None, None, None
+
+def make_env(env_id, seed, capture_video, run_name):
+    return Counting
+"""
+
+
+def test_a_game_that_is_not_atari(capsys):
+    with open("mine.py", "w") as file:
+        file.write(COUNTING)
+    save("run", "Counting", {"logits": torch.tensor([0.0, 1.0])}, script="mine.py")
+    result = played("run", "--games", 20, "--greedy", "--num-envs", 2)
+    assert result["episodic_returns"] == result["episodic_lengths"] and set(result["episodic_lengths"]) <= {
+        *range(3, 13)
+    }
+    assert len(set(result["episodic_lengths"])) > 3 and result["human_normalized"]["mean"] is None
+    assert "is not the Atari emulator's" in error(capsys, "run", "--sticky-actions", 0.25)
+    assert "has no render_mode rgb_array" in error(capsys, "run", "--capture-video")
+
+
 @pytest.mark.parametrize(
     "argv, says",
     [
