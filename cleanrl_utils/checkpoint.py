@@ -6,6 +6,7 @@ A checkpoint is one file, `{checkpoint_dir}/{run_name}/checkpoint-{iteration}.pt
     envs      what each environment of the job needs to go on, by its number
     random    the global generators, by process
     config    the arguments that the run depends on
+    command   the script's name and flags, as given
     machine   threads, processor and versions, on which the last bits depend
 
 It is written beside, flushed to the disk and renamed. The zip format brings the checksums.
@@ -166,7 +167,8 @@ def save_checkpoint(
 
 def _save(args: RunArgs, logger: NullLogger, state: dict[str, Any], start: float) -> None:
     state |= {"format": FORMAT, "version": VERSION, "launch": launch_id(), "logger": logger.state()}
-    state |= {"config": run_config(args), "machine": machine(args)}
+    command = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    state |= {"config": run_config(args), "command": command, "machine": machine(args)}
     data = io.BytesIO()
     torch.save(state, data)
     logger.flush()  # so that no step before the checkpoint's can be missing from the logs

@@ -1,0 +1,178 @@
+"""An exported agent plays like its checkpoint, its card has what the hub shows, and an upload is the folder."""
+
+import base64
+import http.server
+import json
+import subprocess
+import sys
+import threading
+
+import huggingface_hub.constants
+import pytest
+import torch
+from conftest import ROOT, SINGLE, environment
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
+from test_evaluate import BREAKOUT, FIRE, error, here, played, policy, save  # noqa: F401  (here: a fixture)
+
+from cleanrl_utils import evaluate, export
+
+
+def exported(*argv):
+    assert export.main([str(word) for word in argv]) == 0
+
+
+def refused(capsys, *argv, code=2):
+    capsys.readouterr()
+    assert export.main([str(word) for word in argv]) == code
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def test_an_exported_agent_is_the_checkpoints(capsys):
+    save("runs/first")
+    exported("runs/first")
+    weights = load_file("exports/first/model.safetensors")
+    state = evaluate.load_agent("runs/first")
+    assert weights.keys() == state.weights.keys()
+    assert all(torch.equal(weights[name], state.weights[name]) for name in weights)
+    there = evaluate.load_agent("exports/first")
+    assert (there.config, there.command, there.global_step) == (state.config, state.command, state.global_step)
+    first, again = (played(agent, "--games", 2) for agent in ("runs/first", "exports/first"))
+    assert first == again
+    with open("exports/first/ppo_atari.py") as file:  # found in this project
+        assert file.read() == (ROOT / SINGLE).read_text()
+    exported("exports/first", "--out", "exports/first")  # with the evaluation, now
+    assert ModelCard.load("exports/first/README.md").data.eval_results
+
+
+def test_the_model_card(capsys):
+    save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}))
+    result = played("runs/first", "--games", 2, "--capture-video")
+    exported("runs/first")
+    card = ModelCard.load("exports/first/README.md")
+    (score,) = card.data.eval_results
+    assert score.dataset_name == BREAKOUT and score.metric_type == "mean_reward"
+    assert score.metric_value == f"{result['mean']:.2f} +/- {result['std']:.2f}"
+    assert {"reinforcement-learning", BREAKOUT} <= set(card.data.tags) and card.data.model_name == "PPO"
+    assert f"python ppo_atari.py --env-id {BREAKOUT}\n" in card.text and "| seed | 1 |" in card.text
+    assert "python -m cleanrl_utils.evaluate first --script first/ppo_atari.py" in card.text
+    for name, source in (("evaluation.json", "evaluation.json"), ("replay.mp4", "evaluation-median.mp4")):
+        with open(f"exports/first/{name}", "rb") as ours, open(f"runs/first/{source}", "rb") as theirs:
+            assert ours.read() == theirs.read()
+
+
+def test_an_evaluation_of_another_step_stays_behind(capsys):
+    save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}), script="elsewhere.py")
+    played("runs/first", "--games", 1, "--script", ROOT / SINGLE)
+    save("runs/first", iteration=2, script="elsewhere.py")
+    exported("runs/first")
+    assert "evaluation.json is of step 1000, the checkpoint of 2000" in capsys.readouterr().err
+    card = ModelCard.load("exports/first/README.md")
+    assert card.data.eval_results is None and "--script" not in card.text
+    assert sorted(export.os.listdir("exports/first")) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_the_command_of_several_processes():
+    saved = evaluate.load_agent(save("runs/first"))
+    saved.machine["processes"] = 2
+    expected = f"torchrun --standalone --nnodes=1 --nproc_per_node=2 ppo_atari.py --env-id {BREAKOUT}"
+    assert export.training_command(saved) == expected
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as an upload needs; it keeps what it was sent."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+        self.server.requests.append((self.path, self.headers["Authorization"], body))
+        path, answer, code = self.path.split("?")[0], {}, 200
+        if self.server.refuses:
+            code, answer = 403, {"error": "not with this token"}
+        elif path == "/api/repos/create":
+            answer = {"url": f"{self.server.url}/me/pong"}
+        elif path == "/api/validate-yaml":
+            answer = {"errors": [], "warnings": []}
+        elif "/preupload/" in path:
+            files = [file["path"] for file in json.loads(body)["files"]]
+            answer = {"files": [{"path": f, "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        elif "/commit/" in path:
+            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.server.url}/me/pong/commit/0"}
+        answer = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url, server.requests, server.refuses = f"http://127.0.0.1:{server.server_port}", [], False
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_upload(hub, tmp_path):
+    """By the real client, to a stand-in for the hub: what arrives is what is in the folder."""
+    save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}))
+    argv = [sys.executable, "-m", "cleanrl_utils.export", "runs/first", "--push-to-hub", "me/pong", "--private"]
+    env = environment(HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret", HF_HOME=str(tmp_path / "hf"), PYTHONPATH=str(ROOT))
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    assert all(authorization == "Bearer hf_secret" for _, authorization, _ in hub.requests)
+    assert json.loads(hub.requests[0][2])["name"] == "pong" and "private" in hub.requests[0][2].decode()
+    assert done.returncode == 0, done.stderr
+    assert f"uploaded to {hub.url}/me/pong" in done.stdout
+    (commit,) = [body for path, _, body in hub.requests if "/api/models/me/pong/commit/main" in path]
+    lines = [json.loads(line) for line in commit.decode().splitlines()]
+    sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+    assert set(sent) == {"README.md", "config.json", "model.safetensors", "ppo_atari.py"}
+    for name, content in sent.items():
+        assert base64.b64decode(content) == (tmp_path / "exports" / "first" / name).read_bytes()
+    assert "hf download me/pong --local-dir pong" in base64.b64decode(sent["README.md"]).decode()
+
+
+def test_an_upload_that_is_refused_is_one_line(hub, monkeypatch, capsys):
+    save("runs/first")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)  # of HF_ENDPOINT, read at its import
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.refuses = True
+    line = refused(capsys, "runs/first", "--push-to-hub", "me/pong", code=1)
+    assert line.startswith("error: --push-to-hub me/pong: ") and "403" in line
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["runs/first", "--private"], "--private: needs --push-to-hub"),
+        (["runs/first", "--push-to-hub", "a/b/c"], "--push-to-hub a/b/c: Repo id must"),
+        (["runs/first", "--script", "nowhere.py"], "--script nowhere.py: does not exist"),
+        (["runs/first", "--out", "runs/first"], "--out runs/first: exists and is not an exported agent"),
+        (["runs/first", "--out", "runs/first/checkpoint-00000001.pt"], "is not an exported agent"),
+    ],
+)
+def test_bad_usage_is_one_line(argv, says, tmp_path, capsys):
+    save("runs/first")
+    before = sorted(tmp_path.rglob("*"))
+    assert says in refused(capsys, *argv)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_damaged_export_is_one_line(tmp_path, capsys):
+    save("runs/first")
+    exported("runs/first")
+    whole = (tmp_path / "exports/first/model.safetensors").read_bytes()
+    (tmp_path / "exports/first/model.safetensors").write_bytes(whole[:1000])
+    assert "exports/first: SafetensorError" in error(capsys, "exports/first")
