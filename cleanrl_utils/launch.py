@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from types import FrameType
+from typing import NoReturn
 
 from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED  # not torch: signals are to be heard from the start on
 
@@ -20,25 +22,63 @@ Starts torchrun with its options, or without any of them the script as one proce
 SIGTERM, SIGINT and SIGUSR1 end the job after the iteration, with a checkpoint. The exit code is the script's: 0 done,
 1 a fault, 2 bad usage, 75 preempted (start the same command again), 130 interrupted. torchrun alone reports 1 for all
 of these, and ends at once at SIGUSR1. Nobody outlives the launcher.
+
+In a job that a scheduler has started on several nodes (an AWS Batch multi-node parallel job, a task of srun on each
+node, Kubernetes pods with PET_NNODES and PET_MASTER_ADDR), torchrun is told the nodes, this one's rank and the address
+of the first one, unless the options name them. Start one launcher on each node.
 """
+RENDEZVOUS = ("--standalone", "--nnodes", "--node-rank", "--master-", "--rdzv-")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SHUTDOWN_TIMEOUT = (
     600  # seconds that torchrun gives an iteration to end, instead of 30; what sent the signal may give less
 )
+
+PORT = 29400  # of the rendezvous, where the first node is not shared with other jobs
+
+
+def nodes(env: Mapping[str, str]) -> list[str]:
+    """torchrun's options for a job on several nodes, from its scheduler's variables; none for a job on one."""
+    port = PORT
+    if int(env.get("AWS_BATCH_JOB_NUM_NODES", "1")) > 1:
+        count, main = int(env["AWS_BATCH_JOB_NUM_NODES"]), int(env["AWS_BATCH_JOB_MAIN_NODE_INDEX"])
+        rank = (int(env["AWS_BATCH_JOB_NODE_INDEX"]) - main) % count
+        first = env.get("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", "127.0.0.1")  # the main node lacks it
+    elif int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1:  # of srun; SLURM_NNODES is set in a batch script, too
+        count, rank = int(env["SLURM_STEP_NUM_NODES"]), int(env["SLURM_NODEID"])
+        if env["SLURM_STEP_NUM_TASKS"] != env["SLURM_STEP_NUM_NODES"]:
+            refuse(f"srun started {env['SLURM_STEP_NUM_TASKS']} tasks on {count} nodes; use --ntasks-per-node=1")
+        lister = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+        first = subprocess.run(lister, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[0]
+        port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000  # jobs share nodes
+    elif env.get("PET_NNODES", "1").isdigit() and int(env.get("PET_NNODES", "1")) > 1:  # torchrun's own variables
+        count, rank = int(env["PET_NNODES"]), int(env.get("PET_NODE_RANK") or env.get("JOB_COMPLETION_INDEX") or -1)
+        first, port = env.get("PET_MASTER_ADDR", ""), int(env.get("PET_MASTER_PORT", PORT))
+        if rank < 0 or not first:
+            refuse("PET_NNODES needs PET_MASTER_ADDR, and PET_NODE_RANK or JOB_COMPLETION_INDEX")
+    else:
+        return []
+    print(f"node {rank} of {count}, the first is {first}:{port}", file=sys.stderr, flush=True)
+    return [f"--nnodes={count}", f"--node_rank={rank}", f"--master_addr={first}", f"--master_port={port}"]
+
+
+def refuse(rule: str) -> NoReturn:
+    print(f"error: {rule} (see --help)", file=sys.stderr)
+    sys.exit(2)
 
 
 def command(argv: list[str]) -> tuple[list[str], signal.Signals]:
     """The command that `argv` asks for, and the signal by which it is told to stop."""
     script = next((i for i, word in enumerate(argv) if word.endswith(".py")), None)
     if script is None:
-        print(f"error: no script among the arguments: {' '.join(argv)} (see --help)", file=sys.stderr)
-        sys.exit(2)
-    if script == 0:
+        refuse(f"no script among the arguments: {' '.join(argv)}")
+    named = any(word.replace("_", "-").startswith(RENDEZVOUS) for word in argv[:script])
+    scheduled = [] if named else nodes(os.environ)
+    if script == 0 and not scheduled:
         return [sys.executable, *argv], signal.SIGTERM
     # A signal that a scheduler sends to all processes reaches torchrun too, and a second one makes it kill its workers
     # at once. So it listens to this one only, which comes from here, once.
     own = [f"--signals-to-handle={signal.SIGUSR2.name}", f"--shutdown-timeout={SHUTDOWN_TIMEOUT}"]
-    return [sys.executable, "-m", "torch.distributed.run", *own, *argv], signal.SIGUSR2
+    return [sys.executable, "-m", "torch.distributed.run", *own, *scheduled, *argv], signal.SIGUSR2
 
 
 def prepare(stop: signal.Signals) -> None:

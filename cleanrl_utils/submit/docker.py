@@ -1,0 +1,60 @@
+"""Containers on this machine: `docker run` as a process of `local`, which keeps its output and its exit code."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cleanrl_utils.config import Fault, require
+from cleanrl_utils.submit import local
+from cleanrl_utils.submit.local import log, show, statuses
+from cleanrl_utils.submit.spec import KEY, WORKDIR, JobSpec, call, short_name
+
+__all__ = ["cancel", "check", "log", "reach", "render", "send", "show", "statuses"]
+
+
+def check(spec: JobSpec) -> None:
+    local.check(spec)
+    require(spec.image is not None, "--docker-tag", "", "is needed: the image to run")
+
+
+def reach(specs: Sequence[JobSpec]) -> None:
+    call(["docker", "version"])
+    local.reach(specs)
+
+
+def render(spec: JobSpec) -> dict[str, Any]:
+    """`docker run` with the checkpoints' folder mounted and the key taken, by its name, from the client's environment.
+
+    The files belong to the user who submits. `docker run` hands its SIGTERM on to the job.
+    """
+    folder = spec.checkpoint_dir
+    runs = os.path.abspath("runs" if folder is None or "://" in folder else folder)
+    words = ["docker", "run", "--rm", "--name", short_name(spec.name, 63)]
+    words += ["--shm-size", f"{spec.shm_size}m"]
+    words += ["--cpus", str(spec.num_vcpu)] if spec.num_vcpu else []
+    words += ["--memory", f"{spec.memory}m"] if spec.memory else []
+    words += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
+    words += ["--volume", f"{runs}:{WORKDIR}/runs"]
+    if spec.num_gpu:
+        devices = ",".join(str(spec.first_gpu + i) for i in range(spec.num_gpu))
+        words += ["--gpus", f'"device={devices}"']
+    for name, value in spec.env.items():
+        words += ["--env", f"{name}={value}"]
+    if spec.secret is not None:
+        words += ["--env", KEY]
+    return {"argv": [*words, str(spec.image), *spec.argv], "env": {}, "log": spec.logs, "mounted": runs}
+
+
+def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
+    os.makedirs(document["mounted"], exist_ok=True)  # docker would make it as root
+    return {**local.send(spec, document), "container": short_name(spec.name, 63)}
+
+
+def cancel(handle: dict[str, Any]) -> None:
+    """SIGTERM to the job, which ends its iteration and writes a checkpoint; a container that is gone is no error."""
+    try:
+        call(["docker", "kill", "--signal", "TERM", handle["container"]])
+    except Fault as fault:
+        if not re.search(r"no such container|no container with|not running", str(fault), re.IGNORECASE):
+            raise
