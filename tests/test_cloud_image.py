@@ -4,10 +4,12 @@ buildah and podman do the work of Docker, whose daemon needs more than root; a `
 Docker's arguments. The base is a Debian of this machine's release, since a test should not depend on Docker Hub.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +118,10 @@ def docker(tmp_path_factory):
     finally:
         if shim.exists():
             subprocess.run(["docker", "rm", "--all", "--force", "--time", "5"], env=env, capture_output=True)
+        for process in Path("/proc").glob("[0-9]*"):  # of a build that was interrupted
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if os.readlink(process / "root").startswith(f"{folder}/"):
+                    os.kill(int(process.name), signal.SIGKILL)
         for mount in reversed(mounts_below(folder)):
             subprocess.run(["umount", "--lazy", mount], capture_output=True)
         assert mounts_below(folder) == []  # before anything is deleted
