@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NPROC ?= 2
 ARGS ?=
 
-.PHONY: setup train test test-slow test-cloud check format clean
+.PHONY: setup train test test-slow test-cloud check docs format clean
 
 setup: $(VENV)/.installed
 
@@ -33,9 +33,12 @@ check: setup  ## what CI runs
 	$(BIN)/mypy
 	$(MAKE) test
 
+docs: setup  ## the pages, in site/
+	$(BIN)/mkdocs build --strict
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache site

@@ -9,14 +9,12 @@ Deliberate deviations:
 
 - Same-step autoreset. Gymnasium's default inserts a step whose action is ignored; it would be trained on.
 - A time limit is not a death: the reward of a truncated step gets gamma * V(final observation).
-- Environment seeds come from SeedSequence((seed, environment)); `seed + i` gives runs with neighbouring seeds the
-  same games.
+- Environment seeds come from SeedSequence((seed, environment)): with `seed + i`, neighbouring seeds share games.
 - Actions and shuffles come from one CPU generator: Gumbel noise for all steps, so that a run is the same on any
   device and, in the multi-GPU script, on any number of processes.
 - Minibatches are stratified: each holds the same number of steps of every environment, so any split of the
   environments over processes cuts the same minibatches.
-- Losses are sums divided by the minibatch size, gradients are views of one flat buffer: this is what can be summed
-  over processes.
+- Losses are sums divided by the minibatch size, gradients views of one buffer: both can be summed over processes.
 - Observations stay uint8, channels last in memory, until the network divides them by 255: a quarter of the memory,
   and the layout in which convolutions are fastest.
 - Logged losses are means over the iteration; CleanRL logs its last minibatch. `--target-kl` compares this mean.
@@ -24,7 +22,7 @@ Deliberate deviations:
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -56,8 +54,6 @@ class Args(RunArgs):
     """steps of each environment per iteration"""
     batch_size: Annotated[Positive[int] | None, steps_or_batch] = None
     """instead of --num-steps: transitions that each process collects per iteration"""
-    vector_env: Literal["sync", "async"] = "sync"
-    """sync: step the environments one after the other; async: each in a worker process of its own"""
     learning_rate: Positive[float] = 2.5e-4
     """Adam's step size at the start"""
     anneal_lr: bool = True
@@ -133,9 +129,10 @@ def layer_init(layer, std=2**0.5, bias_const=0.0):
 class Agent(nn.Module):
     """Policy and value on one convolutional network (Mnih et al. 2015). Observations x: uint8 (N, 4, 84, 84)."""
 
-    def __init__(self, envs, activation_checkpointing=False):
+    def __init__(self, envs, activation_checkpointing=False, precision="fp32"):
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32  # of the activations, not the weights
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),  # (N, 4, 84, 84) -> (N, 32, 20, 20)
             nn.ReLU(),
@@ -157,8 +154,9 @@ class Agent(nn.Module):
         return self.encode(x)
 
     def encode(self, x):
-        x = x.contiguous(memory_format=torch.channels_last).to(torch.float32, copy=True)
-        return self.network(x.div_(255.0))  # (N, 512)
+        x = x.contiguous(memory_format=torch.channels_last).to(self.dtype, copy=True).div_(255.0)
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.network(x).float()  # (N, 512)
 
     def get_value(self, x):
         return self.critic(self.hidden(x))  # (N, 1)
@@ -238,10 +236,10 @@ def main(args, on_exit):
     envs = make_vector(thunks, args.vector_env)
     on_exit.callback(envs.close)
 
-    agent = Agent(envs, args.activation_checkpointing).to(device)
-    agent.to(memory_format=torch.channels_last)
-    if "agent" in saved:
-        load_weights(agent, saved["agent"])
+    agent = Agent(envs, args.activation_checkpointing, args.precision).to(device, memory_format=torch.channels_last)
+    load_weights(agent, saved.get("agent"))
+    if args.compile:
+        agent.encode = torch.compile(agent.encode)
     params = list(agent.parameters())
     optimizer = optim.Adam(params, lr=args.learning_rate, eps=1e-5, fused=True)  # eps: baselines' value
     # Every parameter's grad is a view of this buffer, so that one operation clears, clips or sums the gradient.
@@ -252,7 +250,8 @@ def main(args, on_exit):
     c, h, w = envs.single_observation_space.shape
     obs = torch.zeros((num_steps, num_envs, h, w, c), dtype=torch.uint8, device=device)  # channels last
     actions = torch.zeros((num_steps, num_envs), dtype=torch.long, device=device)
-    logprobs, rewards, dones, values = torch.zeros((4, num_steps, num_envs), device=device).unbind()
+    logprobs, values = torch.zeros((2, num_steps, num_envs), device=device).unbind()
+    rewards, dones = torch.zeros((2, num_steps, num_envs)).unbind()  # on the CPU: no copy, so no waiting, per step
 
     global_step = saved.get("global_step", 0)  # environment steps of the whole job
     if "envs" in saved:  # go on where the checkpoint was written
@@ -266,8 +265,8 @@ def main(args, on_exit):
         next_obs, infos = envs.reset()
         next_done = np.zeros(num_envs)
     games = [(global_step, *game) for game in finished_games(infos)]  # (global_step, episodic_return, episodic_length)
-    next_obs = torch.as_tensor(next_obs, device=device)  # (num_envs, 4, 84, 84)
-    next_done = torch.as_tensor(next_done, dtype=torch.float32, device=device)
+    next_obs = process.upload(next_obs, device)  # (num_envs, 4, 84, 84)
+    next_done = torch.as_tensor(next_done, dtype=torch.float32)
     clock = Stopwatch("env", "inference", "update", "allreduce", "checkpoint")
     stop_signal = process.StopSignal()
 
@@ -287,20 +286,22 @@ def main(args, on_exit):
 
             next_obs, reward, terminated, truncated, infos = envs.step(action)
             global_step += batch_size // num_steps
-            next_obs = torch.as_tensor(next_obs, device=device)
-            next_done = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
-            rewards[step] = torch.as_tensor(reward, dtype=torch.float32, device=device)
+            next_obs = process.upload(next_obs, device)
+            next_done = torch.as_tensor(terminated | truncated, dtype=torch.float32)
+            rewards[step] = torch.as_tensor(reward)
             cut = truncated & ~terminated
             if cut.any():
-                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), device=device)
+                final_obs = process.upload(np.stack(infos["final_obs"][cut]), device)
                 with torch.no_grad():
-                    rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0]
+                    rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0].cpu()
             games += [(global_step, *game) for game in finished_games(infos)]
             clock.lap("env")
 
         with torch.no_grad():
             next_value = agent.get_value(next_obs)[:, 0]
-        advantages, returns = compute_gae(rewards, values, dones, next_value, next_done, args.gamma, args.gae_lambda)
+        advantages, returns = compute_gae(
+            rewards.to(device), values, dones.to(device), next_value, next_done.to(device), args.gamma, args.gae_lambda
+        )
 
         # === Update: change the objective here; only the mb_* tensors are needed ======================================
         b_obs = obs.flatten(0, 1)  # (num_steps, num_envs, 84, 84, 4) -> (batch, 84, 84, 4); row t * num_envs + e
@@ -362,11 +363,10 @@ def main(args, on_exit):
                     break
 
         # === Logging ==================================================================================================
-        b_errors = (b_returns - b_values).double()
-        b_returns = b_returns.double()
-        sums = [b_returns.sum(), b_returns.square().sum(), b_errors.sum(), b_errors.square().sum()]
-        sums.append(torch.tensor(float(stop_signal.asked), device=device))
-        totals = torch.cat([loss_sums.double() / updates, torch.stack(sums)])
+        y, error = b_returns.double(), (b_returns - b_values).double()
+        asked = torch.tensor(float(stop_signal.asked), device=device)
+        sums = torch.stack([y.sum(), y.square().sum(), error.sum(), error.square().sum(), asked])
+        totals = torch.cat([loss_sums.double() / updates, sums])
         totals = totals.tolist()
         clock.lap("update")
         if not np.isfinite(totals).all():

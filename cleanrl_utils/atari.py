@@ -6,9 +6,7 @@ gray, into one buffer. Its pixels equal gymnasium's `AtariPreprocessing` + `Fram
 """
 
 import difflib
-import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +15,10 @@ import cv2
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from cleanrl_utils.process import STOP_SIGNALS, die_with_parent
+from cleanrl_utils.pool import PoolVectorEnv
+from cleanrl_utils.process import cores
 
 gym.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
@@ -198,7 +197,8 @@ class AtariGame(gym.Wrapper):
     def state(self, state: dict[str, Any]) -> None:
         emulator = ale_py.ALEState.__new__(ale_py.ALEState)
         emulator.__setstate__(state["emulator"])
-        self._press(state["last_action"])
+        if self._sticky():
+            self._press(state["last_action"])
         self.env.ale.restoreState(emulator)
         for generator, value in zip(self._generators(), state["generators"], strict=True):
             generator.bit_generator.state = value
@@ -210,6 +210,9 @@ class AtariGame(gym.Wrapper):
 
     def _emulator(self) -> bytes:
         return self.env.ale.cloneState(include_rng=True).__getstate__()
+
+    def _sticky(self) -> bool:
+        return self.env.ale.getFloat("repeat_action_probability") > 0
 
     def _press(self, action: int) -> None:
         """Make `action` the one that a sticky next frame repeats: play it until it surely was not dropped itself."""
@@ -223,7 +226,7 @@ class AtariGame(gym.Wrapper):
         put back.
         """
         ale = self.env.ale
-        if ale.getFloat("repeat_action_probability") == 0:
+        if not self._sticky():
             return ale_py.Action.NOOP.value
         here = ale.cloneState(include_rng=True)
 
@@ -318,17 +321,15 @@ def check_game(args: Any) -> None:
     args.require("env_id", args.env_id in games, f"must be an Atari game of ale-py{hint}")
 
 
-def make_vector(thunks: Sequence[Callable[[], gym.Env]], kind: str) -> SyncVectorEnv | AsyncVectorEnv:
-    """`kind` sync: step the environments in this process, one after the other; async: one worker process each.
+def make_vector(thunks: Sequence[Callable[[], gym.Env]], kind: str) -> SyncVectorEnv | PoolVectorEnv:
+    """`kind` sync: step the environments in this process, one after the other; async: in workers, one for each core.
 
     SAME_STEP resets a finished environment within the step that ended it, so each stored step has an action
     that mattered. Gymnasium's default would insert a step whose action is ignored.
     """
     if kind == "sync":
         return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
-    workers = [_Worker(thunk) for thunk in thunks]
-    # fork: a worker needs nothing but the emulator, and starts in milliseconds
-    return AsyncVectorEnv(workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
+    return PoolVectorEnv(thunks, num_workers=cores())
 
 
 def finished_games(infos: dict[str, Any]) -> list[tuple[float, int]]:
@@ -336,23 +337,9 @@ def finished_games(infos: dict[str, Any]) -> list[tuple[float, int]]:
     return [game for e in np.flatnonzero(infos.get("_games", False)) for game in infos["games"][e]]
 
 
-def game_states(envs: SyncVectorEnv | AsyncVectorEnv) -> list[Any]:
+def game_states(envs: VectorEnv) -> list[Any]:
     """`AtariGame.state` of each environment of a vector; None for environments of a kind that has no `state`."""
     try:
-        return list(envs.get_attr("state"))
+        return list(envs.get_attr("state"))  # type: ignore[attr-defined]
     except AttributeError:
         return [None] * envs.num_envs
-
-
-class _Worker:
-    """Builds an environment in a worker process that leaves signals to its parent and does not outlive it."""
-
-    def __init__(self, thunk: Callable[[], gym.Env]):
-        self.thunk = thunk
-
-    def __call__(self) -> gym.Env:
-        if multiprocessing.parent_process() is not None:
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-            die_with_parent()
-        return self.thunk()

@@ -13,6 +13,7 @@ It is written beside, flushed to the disk and renamed. The zip format brings the
 
 import contextlib
 import fcntl
+import functools
 import glob
 import importlib.metadata
 import io
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
@@ -42,7 +44,8 @@ LOCK_WAIT = 60.0  # seconds that a run waits for the job before it to end
 
 # Every other argument must be that of the run that is continued, also those that a copied script adds.
 MAY_CHANGE = {
-    *("total_timesteps", "exp_name", "run_name", "track", "wandb_project_name", "wandb_entity", "capture_video"),
+    *("total_timesteps", "exp_name", "run_name", "capture_video", "track"),
+    *("wandb_project_name", "wandb_entity", "wandb_group", "wandb_tags"),
     *("resume", "init_from", "checkpoint_every", "checkpoint_dir", "cuda", "num_threads", "backend", "device_ids"),
     *("vector_env", "num_envs", "batch_size"),  # of the last two, what they make of the sizes must not change
 }
@@ -200,7 +203,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
         return args, state
     run, now = state["config"], run_config(args)
     sizes: dict[str, Any] = {name: run[name] for name in ("total_num_envs", "num_steps")}
-    if state["launch"] == launch_id() != "none" and any(now[name] != size for name, size in sizes.items()):
+    if _of_this_launch(state) and any(now[name] != size for name, size in sizes.items()):
         if ranks()[0] == 0:
             print(f"notice: restarted by torchrun with the sizes of the run: {sizes}", file=sys.stderr)
         sizes["batch_size"] = None  # the run's num_steps came from it
@@ -209,31 +212,29 @@ def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
     if "envs" not in state:
         return args, {"agent": state["agent"]} if "agent" in state else {}
     flags = {name: flag_name(name if hasattr(args, name) else "num_envs") for name in run.keys() | now.keys()}
-    rules = [
-        f"{flags[name]} {now.get(name)}: the run to continue has {run.get(name)}"
-        for name in sorted(run.keys() | now.keys())
-        if run.get(name) != now.get(name)
-    ]
+    rules = [f"{flags[name]} {b}: the run to continue has {a}" for name, a, b in _differences(run, now)]
     if rules:
         raise UsageError("; ".join(rules))
-    if ranks()[0] == 0:
-        here, there = machine(args), state["machine"]
-        changes = [f"{name} {there.get(name)} -> {here[name]}" for name in here if here[name] != there.get(name)]
-        if changes:
-            print(f"notice: continued within rounding, not bit for bit: {', '.join(changes)}", file=sys.stderr)
+    changes = [f"{name} {a} -> {b}" for name, a, b in _differences(state["machine"], machine(args))]
+    if changes and ranks()[0] == 0:
+        print(f"notice: continued within rounding, not bit for bit: {', '.join(changes)}", file=sys.stderr)
     return args, state
 
 
-def load_weights(agent: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy a checkpoint's weights into the network; a usage error names what does not fit."""
-    here, there = ({n: tuple(t.shape) for n, t in w.items()} for w in (agent.state_dict(), weights))
-    differences = [
-        f"{name} {there.get(name)} there, {here.get(name)} here"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]
-    if differences:
-        raise UsageError(f"the checkpoint has another network: {'; '.join(differences)}")
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, value there, value here) where they differ."""
+    values = [(name, there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())]
+    return [(name, a, b) for name, a, b in values if a != b]
+
+
+def load_weights(agent: torch.nn.Module, weights: dict[str, torch.Tensor] | None) -> None:
+    """Copy a checkpoint's weights, if there are any, into the network; a usage error names what does not fit."""
+    if weights is None:
+        return
+    there, here = ({n: tuple(t.shape) for n, t in w.items()} for w in (weights, agent.state_dict()))
+    unlike = [f"{name} {a} there, {b} here" for name, a, b in _differences(there, here)]
+    if unlike:
+        raise UsageError(f"the checkpoint has another network: {'; '.join(unlike)}")
     agent.load_state_dict(weights)
 
 
@@ -273,18 +274,28 @@ def run_config(args: RunArgs) -> dict[str, Any]:
 def machine(args: RunArgs) -> dict[str, Any]:
     """What the last bits of a run depend on."""
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
     return {
         "processes": ranks()[2],
         "threads": torch.get_num_threads(),
         "device": gpu or f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        **{name: importlib.metadata.version(name) for name in packages},
+        **_versions(),
     }
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def launch_id() -> str:
     """Names the torchrun that started this process, also after its restarts; "none" where it has no name."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
+
+
+def _of_this_launch(left: Mapping[str, Any] | None) -> bool:
+    """Whether this torchrun wrote it, before it restarted its processes."""
+    return left is not None and left["launch"] == launch_id() != "none"
 
 
 def make_run_folder(args: RunArgs, env_id: str) -> str:
@@ -358,14 +369,14 @@ def _find(args: RunArgs) -> dict[str, Any]:
 def _find_run(args: RunArgs, run: str) -> dict[str, Any]:
     """The newest checkpoint; else, in a restart by torchrun, what the start before left; else {}."""
     before = _last_start(run)
-    restarted = before is not None and before["launch"] == launch_id() != "none"
+    restarted = _of_this_launch(before)
     folder = CheckpointFolder(f"{args.checkpoint_dir}/{args.run_name}")
     if before and (args.resume or restarted):
         _lock(run)
         if folder.local and os.path.isdir(folder.path):
             _lock(folder.path)
     newest = folder.newest()
-    restarted = restarted or (newest is not None and newest["launch"] == launch_id() != "none")
+    restarted = restarted or _of_this_launch(newest)
     if (before or newest) and not (args.resume or restarted):
         rule = f"{run if before else folder.path} exists; --resume continues it, or choose another name"
         raise UsageError(f"--run-name {args.run_name}: {rule}")

@@ -9,7 +9,7 @@ import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -45,12 +45,23 @@ class RunArgs:
     num_threads: Positive[int] | None = None
     """CPU threads of each process; its share of the machine's cores if not set (torchrun's OMP_NUM_THREADS=1
     counts as not set)"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: activations in bfloat16 (autocast), with fp32 weights, optimizer and losses; fast where the processor has
+    bf16 units, and other numbers than fp32's"""
+    compile: bool = False
+    """torch.compile the network: a start that takes a minute longer; equal to the eager network within rounding"""
+    vector_env: Literal["sync", "async"] = "sync"
+    """sync: a process steps its environments one after the other; async: in worker processes, one for each core"""
     track: bool = False
     """send the metrics to Weights & Biases too (WANDB_MODE=offline writes them to wandb/)"""
     wandb_project_name: str = "cleanRL"
     """Weights & Biases project"""
     wandb_entity: str | None = None
     """Weights & Biases entity (team)"""
+    wandb_group: str | None = None
+    """Weights & Biases group, for example of a configuration's seeds"""
+    wandb_tags: tuple[str, ...] = ()
+    """Weights & Biases tags: --wandb-tags one two"""
     capture_video: bool = False
     """record games 0, 1, 8, 27, ... of environment 0 to videos/ (needs the `video` extra)"""
     resume: bool = False

@@ -6,14 +6,14 @@ import glob
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from cleanrl_utils.config import RunArgs, UsageError
-from cleanrl_utils.process import ranks
+from cleanrl_utils.config import Fault, RunArgs, UsageError
+from cleanrl_utils.process import Stopped, on_rank_0, ranks
 
 
 class NullLogger:
@@ -44,11 +44,21 @@ class NullLogger:
         """End the logs."""
 
 
+ADVICE = {  # where most of the time went -> what shortens it
+    "env": "more processes, or --vector-env async where cores are idle, step environments at the same time",
+    "inference": "more environments in each process let a forward pass serve more steps",
+    "update": "more processes, a GPU, or --precision bf16 where the processor has bf16 units make it faster",
+    "allreduce": "fewer processes with more environments each, or a faster network, make it smaller",
+    "checkpoint": "a larger --checkpoint-every makes it smaller",
+}
+
+
 class Logger(NullLogger):
     """Writes TensorBoard's event file to the run's folder, and W&B's with `--track`.
 
     The tags are CleanRL's. `charts/SPS` is added to each iteration's metrics: steps of the whole job since this
-    start, by the seconds since then. W&B gets the same numbers with `global_step` as the axis.
+    start, by the seconds since then. W&B gets the same numbers with `global_step` as the axis, and
+    `charts/mean_return`, of the last 100 games, by which runs can be sorted.
 
     A run that continues from step S drops what was logged after S: TensorBoard by its `purge_step`; W&B online since
     its rows are numbered, and those that the server has are not taken again.
@@ -71,8 +81,8 @@ class Logger(NullLogger):
         print(f"run: {folder}{f', from step {self._step}' if self._step else ''}", file=sys.stderr)
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(total_timesteps, self._step)
-        self._videos_sent: set[str] = set()
         self._disk_failed = False
+        self._time: Counter[str] = Counter()  # sums of the iterations' shares
         self._first_step, self._start = self._step, time.monotonic()
 
     def say(self, line: str) -> None:
@@ -90,33 +100,47 @@ class Logger(NullLogger):
         if self._step == self._first_step and seconds > self.SLOW:
             self.say(f"notice: an iteration takes {seconds:.0f} s, and what ends a job may kill it after 30 s")
         self._step = global_step
-        self._write({**metrics, "charts/SPS": sps}, global_step)
+        self._time.update({tag[5:]: share for tag, share in metrics.items() if tag.startswith("time/")})
+        mean = {"charts/mean_return": float(np.mean(self._returns))} if self._returns else {}
+        self._write({**metrics, "charts/SPS": sps}, global_step, **mean)
         self._send_videos()
-        mean = f"{np.mean(self._returns):.1f}" if self._returns else "-"
-        self._progress.show(global_step, sps, mean)
+        self._progress.show(global_step, sps, "".join(f"{value:.1f}" for value in mean.values()) or "-")
 
     def final(self, global_step: int, param_sum: float) -> None:
         self._progress.close()
+        if self._time:
+            total = sum(self._time.values())
+            most = max(
+                self._time, key=lambda part: self._time[part] * (5 if part in ("allreduce", "checkpoint") else 1)
+            )
+            shares = ", ".join(f"{part} {share / total:.0%}" for part, share in self._time.items())
+            self.say(f"time: {shares}; {most}: {ADVICE.get(most, 'the largest part')}")
         print(f"final: global_step={global_step} param_sum={param_sum:.10f}", flush=True)
 
-    def _write(self, metrics: Mapping[str, float], step: int) -> None:
+    def _write(self, metrics: Mapping[str, float], step: int, **for_wandb: float) -> None:
         with self._whatever_the_disk():
             for tag, value in metrics.items():
                 self._writer.add_scalar(tag, value, step)
         if self._wandb:
-            self._wandb.log({**metrics, "global_step": step}, step=self._rows)
+            self._wandb.log({**metrics, **for_wandb, "global_step": step}, step=self._rows)
         self._rows += 1
 
     def _send_videos(self, finished: bool = False) -> None:
-        """To W&B, once each, in the latest row. The newest may still be growing, until the environments are closed."""
-        if self._wandb:
+        """To W&B, in the latest row. The newest may still be growing, until the environments are closed.
+
+        Once each, also if the run is continued: the names of those that were sent are in `.sent` beside them.
+        """
+        files = sorted(glob.glob(f"videos/{glob.escape(self.run_name)}/*.mp4"), key=os.path.getmtime)
+        if self._wandb and files:
             import wandb
 
-            files = sorted(glob.glob(f"videos/{glob.escape(self.run_name)}/*.mp4"), key=os.path.getmtime)
-            for file in files if finished else files[:-1]:
-                if file not in self._videos_sent:
-                    self._videos_sent.add(file)
-                    self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
+            with contextlib.suppress(OSError), open(f"videos/{self.run_name}/.sent", "a+") as sent:
+                sent.seek(0)
+                before = sent.read().splitlines()
+                for file in files if finished else files[:-1]:
+                    if file not in before:
+                        self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
+                        print(file, file=sent)
 
     @contextlib.contextmanager
     def _whatever_the_disk(self) -> Iterator[None]:
@@ -145,7 +169,10 @@ class Logger(NullLogger):
         with self._whatever_the_disk():
             self._writer.close()
         if self._wandb:
-            self._wandb.finish()
+            failed = sys.exc_info()[1]  # of the run, which is being closed
+            if isinstance(failed, Stopped):
+                self._wandb.mark_preempting()
+            self._wandb.finish(exit_code=int(failed is not None))
 
 
 def open_logger(args: RunArgs, run_name: str, total_timesteps: int, saved: Mapping[str, Any]) -> NullLogger:
@@ -154,28 +181,38 @@ def open_logger(args: RunArgs, run_name: str, total_timesteps: int, saved: Mappi
 
 
 def check_wandb_login(args: RunArgs) -> None:
-    """Usage error where W&B has no key and no terminal to ask for one. Call it before anything is made."""
-    if args.track and ranks()[0] == 0 and os.environ.get("WANDB_MODE", "online") == "online":
-        import wandb
+    """Usage error where W&B has no key that its server takes. All processes call it, before anything is made."""
+    if args.track:
+        on_rank_0(_login)
 
-        try:
-            wandb.login()
-        except wandb.Error as error:
-            raise UsageError(f"--track: {str(error).splitlines()[0]}; or set WANDB_MODE=offline") from None
+
+def _login() -> None:
+    import wandb
+
+    try:
+        if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):  # others would wait for an answer
+            raise wandb.Error("no key; give one to `wandb login` or in WANDB_API_KEY")
+    except (wandb.Error, ValueError) as error:  # ValueError: a setting, such as WANDB_MODE
+        raise UsageError(f"--track: {' '.join(str(error).split())}; or set WANDB_MODE=offline") from None
 
 
 def _start_wandb(args: RunArgs, run_name: str, run_id: str | None) -> Any:
     import wandb
 
-    run = wandb.init(
-        id=run_id,  # else WANDB_RUN_ID, else a new one
-        resume="allow" if os.environ.get("WANDB_MODE", "online") == "online" else None,
-        project=args.wandb_project_name,
-        entity=args.wandb_entity,
-        config=dataclasses.asdict(args),
-        name=run_name,
-        save_code=True,
-    )
+    try:
+        run = wandb.init(
+            id=run_id,  # else WANDB_RUN_ID, else a new one
+            resume="allow" if wandb.setup().settings.mode == "online" else None,
+            project=args.wandb_project_name,
+            entity=args.wandb_entity,
+            group=args.wandb_group,
+            tags=args.wandb_tags or None,  # else WANDB_TAGS
+            config={**dataclasses.asdict(args), "world_size": ranks()[2]},
+            name=run_name,
+            save_code=True,
+        )
+    except wandb.Error as error:
+        raise Fault(f"--track: {str(error).splitlines()[0]}") from None
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
     return run
@@ -219,10 +256,7 @@ class _Lines:
             self._last = now
             left = (self._total - global_step) / max(sps, 1e-9)
             clock = f"{int(left // 3600)}:{int(left % 3600 // 60):02}:{int(left % 60):02}"
-            print(
-                f"step {global_step}/{self._total}  SPS {sps:.0f}  left {clock}  mean return {mean_return}",
-                file=sys.stderr,
-            )
+            self.say(f"step {global_step}/{self._total}  SPS {sps:.0f}  left {clock}  mean return {mean_return}")
 
     def close(self) -> None:
         pass

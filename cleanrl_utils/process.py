@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -32,6 +34,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def cores() -> int:
+    """This process's share of the cores that the job may use on this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size())
+
+
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -42,7 +49,7 @@ def prepare_process(num_threads: int | None) -> None:
     if under_torchrun() and given == "1":
         given = None  # torchrun sets 1 where the user set nothing
     if num_threads is not None or given is None:  # else torch has read the user's number
-        torch.set_num_threads(num_threads or max(1, len(os.sched_getaffinity(0)) // local_world_size()))
+        torch.set_num_threads(num_threads or cores())
     keep_freed_memory()
     if under_torchrun():
         die_with_parent()
@@ -70,12 +77,21 @@ def die_with_parent() -> None:
 
 
 def pick_device(
-    cuda: bool, local_rank: int = 0, backend: str | None = None, device_ids: tuple[int, ...] = ()
+    cuda: bool, local_rank: int | None = None, backend: str | None = None, device_ids: tuple[int, ...] = ()
 ) -> torch.device:
     """This process's device: `device_ids[local_rank]`, else `cuda:local_rank`, else the CPU.
 
-    More processes than GPUs share them in turn, over gloo. A usage error says what the machine cannot serve.
+    More processes than GPUs share them in turn, over gloo. A usage error says what the machine cannot serve. Without
+    a `local_rank`, the script is for one process.
     """
+    if local_rank is None:
+        require(
+            ranks()[2] == 1,
+            os.path.basename(sys.argv[0]),
+            "",
+            f"is one process, not {ranks()[2]}; use ppo_atari_multigpu.py",
+        )
+        local_rank = 0
     num_local = local_world_size()
     num_gpus = torch.cuda.device_count() if cuda and torch.cuda.is_available() else 0
     if device_ids:
@@ -95,9 +111,35 @@ def pick_device(
         return torch.device("cpu")
     if len(set(ids)) < num_local and ranks()[0] == 0:
         print(f"notice: {num_local} processes share {len(set(ids))} GPU(s), over gloo", file=sys.stderr)
+    torch.set_float32_matmul_precision("high")  # TF32, as convolutions have by default
     device = torch.device("cuda", ids[local_rank])
     torch.cuda.set_device(device)  # before any collective: NCCL would use cuda:0 in every process
     return device
+
+
+def check_network_flags(args: RunArgs) -> None:
+    """Usage error where --compile lacks a compiler; says what --precision bf16 means for this processor."""
+    gpu = args.cuda and torch.cuda.is_available()
+    if args.compile and not gpu:
+        compiler = os.environ.get("CXX", "g++")
+        require(shutil.which(compiler) is not None, "--compile", "", f"needs a C++ compiler on the CPU: {compiler}")
+    if args.precision == "bf16" and ranks()[0] == 0:
+        if gpu:
+            units = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            with open("/proc/cpuinfo") as file:
+                units = "bf16" in file.read()  # avx512_bf16, amx_bf16; on ARM bf16
+        gain = "" if units else ", so that fp32 is faster"
+        print(
+            f"notice: bf16: this {'GPU' if gpu else 'processor'} has {'' if units else 'no '}bf16 units{gain}",
+            file=sys.stderr,
+        )
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A tensor of the array on the device; to a GPU by pinned memory, without waiting for the copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def connect(args: Any, device: torch.device, backend: str | None) -> dist.ProcessGroup | None:
@@ -224,8 +266,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         if args.exp_name is None:
             args = replace(args, exp_name=os.path.splitext(os.path.basename(file))[0])
         check_run_args(args)
-        alone = ranks()[2] == 1 or hasattr(args, "backend")
-        require(alone, os.path.basename(file), "", f"is one process, not {ranks()[2]}; use ppo_atari_multigpu.py")
+        check_network_flags(args)
         prepare_process(args.num_threads)
         with ExitStack() as on_exit:
             main(args, on_exit)

@@ -1,7 +1,7 @@
 """Send a training script, once for each game and seed, to AWS Batch, Kubernetes, SLURM, Docker or this machine.
 
 python -m cleanrl_utils.submit_exp --provider local --command "python ppo_atari.py" --num-seed 3 --dry-run
-python -m cleanrl_utils.submit_exp status ID     # also: watch ID, cancel ID
+python -m cleanrl_utils.submit_exp status ID     # also: watch ID, cancel ID, retry ID
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import secrets
+import shlex
 import subprocess
 import sys
 import time
@@ -47,9 +48,9 @@ NOT_PART_OF_THE_REQUEST = ("dry_run", "watch", "again", "build", "push", "archs"
 
 @dataclass(frozen=True)
 class Args:
-    """Send a training script, once for each game and seed. `status ID`, `watch ID` and `cancel ID` act on a submission
-    that was sent before. Sizes are of each node. Where no number is given, a process gets 4 CPUs, 8000 MiB of memory
-    and of it 1024 MiB of shared memory, or its share of the queue's machine with --terraform-outputs."""
+    """Send a training script, once for each game and seed. `status ID`, `watch ID`, `cancel ID` and `retry ID` act on a
+    submission that was sent before. Sizes are of each node. Where no number is given, a process gets 4 CPUs, 8000 MiB
+    of memory and of it 1024 MiB of shared memory, or its share of the queue's machine with --terraform-outputs."""
 
     provider: Literal["aws", "kubernetes", "slurm", "docker", "local"]
     """where the jobs run: AWS Batch, the cluster of kubectl, the cluster of sbatch, or this machine"""
@@ -85,9 +86,10 @@ class Args:
     shm_size: Positive[int] | None = None
     """/dev/shm of each container in MiB, a part of its memory; 1024 a process if not set"""
     num_hours: Positive[float] | None = None
-    """time limit of an attempt in hours; the scheduler's own if not set"""
-    num_retries: Annotated[Positive[int], tyro.conf.arg(aliases=["--aws-num-retries"])] = 1
-    """attempts of each job in all, 1 to 10: after a lost machine or a preemption it continues from its checkpoint"""
+    """time limit in hours: of an attempt (aws, slurm), or of the job with its retries (kubernetes)"""
+    num_retries: Annotated[Positive[int] | None, tyro.conf.arg(aliases=["--aws-num-retries"])] = None
+    """attempts of each job in all, 1 to 10: after a lost machine or a preemption it continues from its checkpoint; 1,
+    or 5 with --spot, if not set"""
     spot: bool = False
     """the machines may be taken away: on aws --job-queue must be a Spot queue, on kubernetes --node-selector names the
     machines"""
@@ -146,8 +148,8 @@ def read_outputs(path: str | None) -> dict[str, Any]:
         raise UsageError(f"--terraform-outputs {path}: not the file of `terraform output -json`: {error!r}") from None
 
 
-def sizes(args: Args, machine: dict[str, Any] | None) -> dict[str, Any]:
-    """num_vcpu, memory and shm_size of each node, and the number of its processes."""
+def sizes(args: Args, machine: dict[str, Any] | None) -> tuple[dict[str, int | None], int]:
+    """num_vcpu, memory and shm_size of each node, and its processes. `machine`: the queue's, of Terraform's outputs."""
     processes = args.num_processes or max(1, args.num_gpu)
     vcpu, memory = 4 * processes, 8000 * processes
     if machine is not None:
@@ -160,72 +162,74 @@ def sizes(args: Args, machine: dict[str, Any] | None) -> dict[str, Any]:
             require(value <= most, flag, value, f"a machine of {queue}, {machine['machine']}, has {most}")
         parts = gpus // args.num_gpu if args.num_gpu and args.num_nodes == 1 else 1
         vcpu, memory = machine["vcpus"] // parts, machine["memory_mib"] // parts
-    unlimited = args.provider in MACHINES
-    memory = args.num_memory or memory
-    return {
-        "num_vcpu": args.num_vcpu or (None if unlimited else vcpu),
-        "memory": args.num_memory or (None if unlimited else memory),
-        "shm_size": args.shm_size or min(1024 * processes, memory // 2),
-        "processes": processes,
-    }
+    shm_size = args.shm_size or min(1024 * processes, (args.num_memory or memory) // 2)
+    if args.provider in MACHINES:
+        return {"num_vcpu": args.num_vcpu, "memory": args.num_memory, "shm_size": shm_size}, processes
+    return {"num_vcpu": args.num_vcpu or vcpu, "memory": args.num_memory or memory, "shm_size": shm_size}, processes
 
 
-def make_specs(args: Args, submission: str) -> list[JobSpec]:
-    """The jobs of the command line, checked: all of them are valid, or a usage error says why not."""
+def check_flags(args: Args, words: list[str]) -> None:
+    """Flags against each other, and against the words of the command."""
     for name, providers in ONLY.items():
         default = next(field.default for field in dataclasses.fields(Args) if field.name == name)
         value = getattr(args, name)
         rule = f"applies to --provider {' and '.join(providers)} only"
         require(value == default or args.provider in providers, flag_name(name), value, rule)
-    words = common.split_command(args.command)
-    script, env = words[1], common.check_env(args.env)
-    named = common.flag_value(words, "--env-id")
-    require(not (named and args.env_ids), "--env-ids", " ".join(args.env_ids), "the command names --env-id too")
-    require(len(set(args.env_ids)) == len(args.env_ids), "--env-ids", " ".join(args.env_ids), "names a game twice")
+    games = " ".join(args.env_ids)
+    require(
+        not games or common.flag_value(words, "--env-id") is None, "--env-ids", games, "the command has --env-id too"
+    )
+    require(len(set(args.env_ids)) == len(args.env_ids), "--env-ids", games, "names a game twice")
     require(args.archs is None or args.build, "--archs", args.archs, "needs --build")
     for flag in ("build", "push"):
         require(not getattr(args, flag) or bool(args.docker_tag), flag_name(flag), "", "needs --docker-tag")
     if args.provider not in IMAGES:
-        require(os.path.isfile(script), "--command", "", f"{script} is not a file of this folder")
-    outputs = read_outputs(args.terraform_outputs)
-    machine = None
+        require(os.path.isfile(words[1]), "--command", "", f"{words[1]} is not a file of this folder")
+
+
+def make_specs(args: Args, submission: str) -> list[JobSpec]:
+    """The jobs of the command line, checked: all of them are valid, or a usage error says why not."""
+    words, env = common.split_command(args.command), common.check_env(args.env)
+    check_flags(args, words)
+    outputs, machine = read_outputs(args.terraform_outputs), None
     if outputs:
         queues = outputs.get("job_queues", {})
         require(args.job_queue in queues, "--job-queue", args.job_queue, f"must be one of {', '.join(queues)}")
         machine = queues[args.job_queue]
         require(machine["spot"] or not args.spot, "--spot", "", f"{args.job_queue} has on-demand machines")
-    size = sizes(args, machine)
+    spot = args.spot or bool(machine and machine["spot"])
+    size, num_processes = sizes(args, machine)
     tracked = any(word.replace("_", "-") == "--track" for word in words)
     secret = args.wandb_secret or (outputs.get("wandb_secret_arn") if tracked else None)
     if tracked and args.provider in IMAGES and env.get("WANDB_MODE") != "offline":
         require(secret is not None, "--track", "", "needs --wandb-secret, or --env WANDB_MODE=offline")
-    checkpoint_dir = args.checkpoint_dir or outputs.get("checkpoint_url")
-    mounted = args.provider == "docker" and "://" not in (checkpoint_dir or "")
-    mounted = mounted or (checkpoint_dir or "").startswith("pvc:")
-    options = {name: getattr(args, name) for name in ("kubernetes_kind", "namespace", "service_account")}
+    folder = args.checkpoint_dir or outputs.get("checkpoint_url")
+    if folder is None or folder.startswith("pvc:") or (args.provider == "docker" and "://" not in folder):
+        kept = []  # mounted where the script writes by itself
+    else:
+        kept = ["--checkpoint-dir", folder if "://" in folder else os.path.abspath(folder)]
+    python = "python" if args.provider in IMAGES else sys.executable
+    options = {name: getattr(args, name) for name in ("kubernetes_kind", "namespace", "service_account", "provider")}
     options |= {name: getattr(args, name) or outputs.get(name) for name in ("execution_role_arn", "job_role_arn")}
     options |= {name: outputs.get(name) for name in ("region", "log_group")}
-    options |= {"node_selector": list(args.node_selector), "provider": args.provider}
+    options |= {"node_selector": list(args.node_selector)}
 
     specs: list[JobSpec] = []
-    experiment = common.flag_value(words, "--exp-name") or os.path.splitext(os.path.basename(script))[0]
+    experiment = common.flag_value(words, "--exp-name") or os.path.splitext(os.path.basename(words[1]))[0]
     for env_id in args.env_ids or (None,):
         for seed in range(args.start_seed, args.start_seed + args.num_seed):
-            parts = [env_id or named, experiment, str(seed), submission.rpartition("-")[2]]
+            game = env_id or common.flag_value(words, "--env-id")
+            parts = [game, experiment, str(seed), submission.rpartition("-")[2]]
             name = common.short_name("__".join(filter(None, parts)), 100, r"\w.-")
             added = ["--env-id", env_id] if env_id else []
-            added += ["--seed", str(seed), "--run-name", name, "--resume"]
-            if checkpoint_dir and not mounted:
-                url = "://" in checkpoint_dir
-                added += ["--checkpoint-dir", checkpoint_dir if url else os.path.abspath(checkpoint_dir)]
-            python = "python" if args.provider in IMAGES else sys.executable
+            added += ["--seed", str(seed), "--run-name", name, "--resume", *kept]
             own = {"WANDB_RUN_ID": common.short_name(name, 64)} if tracked else {}  # attempts are one W&B run
             specs.append(
                 JobSpec(
                     name=name,
-                    argv=tuple(common.launched(python, words, args.num_nodes, size["processes"], added)),
+                    argv=tuple(common.launched(python, words, args.num_nodes, num_processes, added)),
                     submission=submission,
-                    env_id=env_id or named,
+                    env_id=game,
                     seed=seed,
                     env={**own, **env},
                     image=args.docker_tag,
@@ -233,14 +237,12 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
                     num_nodes=args.num_nodes,
                     num_gpu=args.num_gpu,
                     first_gpu=len(specs) * args.num_gpu if args.provider in MACHINES else 0,
-                    num_vcpu=size["num_vcpu"],
-                    memory=size["memory"],
-                    shm_size=size["shm_size"],
+                    **size,
                     time_limit=None if args.num_hours is None else round(args.num_hours * 3600),
-                    attempts=args.num_retries,
-                    spot=args.spot or bool(machine and machine["spot"]),
+                    attempts=args.num_retries or (5 if spot and args.kubernetes_kind != "trainjob" else 1),
+                    spot=spot,
                     secret=secret,
-                    checkpoint_dir=checkpoint_dir,
+                    checkpoint_dir=folder,
                     options=options,
                 )
             )
@@ -248,7 +250,7 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     for spec in specs:
         common.check(spec)
         provider.check(spec)
-    common.check_secrets("".join(provider.show(provider.render(spec)) + repr(spec) for spec in specs))
+    common.check_secrets("".join(provider.show(provider.render(spec)) + repr(spec) for spec in specs), secret)
     return specs
 
 
@@ -256,11 +258,20 @@ def image_commands(args: Args) -> list[list[str]]:
     """What --build and --push run."""
     tag = str(args.docker_tag)
     if args.build and args.archs:
-        return [
-            ["docker", "buildx", "build", "--platform", args.archs, "-t", tag, "--push" if args.push else "--load", "."]
-        ]
+        out = "--push" if args.push else "--load"
+        return [["docker", "buildx", "build", "--platform", args.archs, "-t", tag, out, "."]]
     build = [["docker", "build", "-t", tag, "."]] if args.build else []
     return build + ([["docker", "push", tag]] if args.push else [])
+
+
+def make_image(args: Args) -> None:
+    for line in image_commands(args):
+        try:
+            code = subprocess.run(line).returncode
+        except FileNotFoundError:
+            raise Fault(f"{line[0]} is not installed here; nothing was sent") from None
+        if code:
+            raise Fault(f"{shlex.join(line)}: exit code {code}; nothing was sent")
 
 
 def quiet(*argv: str) -> str | None:
@@ -304,10 +315,11 @@ def submit(argv: list[str]) -> int:
     script = os.path.splitext(os.path.basename(common.split_command(args.command)[1]))[0]
     submission = f"{common.short_name(script, 50)}-{secrets.token_hex(4)}"
     specs = make_specs(args, submission)
+    common.check_secrets(json.dumps(argv), args.wandb_secret)
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):
-            print(" ".join(line))
+            print(shlex.join(line))
         for spec in specs:
             print(provider.show(provider.render(spec)))
         print(f"dry run: {len(specs)} job(s) are valid, nothing was sent", file=sys.stderr)
@@ -316,8 +328,7 @@ def submit(argv: list[str]) -> int:
         record = None if args.again else records.find(request_hash)
         if record is None:
             provider.reach(specs)
-            for line in image_commands(args):
-                require(subprocess.run(line).returncode == 0, " ".join(line[:2]), "", "failed; nothing was sent")
+            make_image(args)
             record = new_record(args, argv, specs, request_hash)
         else:
             specs = make_specs(args, record["submission"])
@@ -334,7 +345,7 @@ def send(args: Args, provider: Any, specs: list[JobSpec], record: records.Record
     tool = "python -m cleanrl_utils.submit_exp"
     before = sum(job["handle"] is not None for job in record["jobs"])
     if before == len(specs):
-        print(f"sent before, on {record['time']}; --again sends a new submission")
+        print(f"sent before, on {record['time']}; --again sends a new submission, `retry` continues what has failed")
     records.save(record)
     for job, spec in zip(record["jobs"], specs, strict=True):
         if job["handle"] is not None:
@@ -377,8 +388,24 @@ def cancel(provider: Any, record: records.Record) -> int:
     return code
 
 
+def retry(provider: Any, record: records.Record) -> int:
+    """Send again what has failed, was cancelled or is forgotten: it continues from its checkpoints."""
+    args = parse(Args, record["command_line"])
+    specs = make_specs(args, record["submission"])
+    with records.locked():
+        found = watch.statuses(provider, record)
+        for job in record["jobs"]:
+            if job["handle"] is not None and found[job["name"]].state in ("failed", "cancelled", "unknown"):
+                if args.provider == "kubernetes":
+                    provider.cancel(job["handle"])  # the name is wanted again
+                job.setdefault("earlier_handles", []).append(job["handle"])
+                job["handle"] = None
+                job.pop("cancelled", None)
+        return send(args, provider, specs, record)
+
+
 def main(argv: list[str]) -> int:
-    earlier = argv[0] if argv and argv[0] in ("status", "watch", "cancel") else None
+    earlier = argv[0] if argv and argv[0] in ("status", "watch", "cancel", "retry") else None
     try:
         given = [word for word in argv if word.replace("_", "-").split("=")[0] == "--wandb-key"]
         require(not given, "--wandb-key", "", "a key on a command line can be read by others; use --wandb-secret")
@@ -386,8 +413,8 @@ def main(argv: list[str]) -> int:
             return submit(argv)
         record = records.load(parse(Earlier, argv[1:]).submission)
         provider = provider_of(record["provider"])
-        if earlier == "cancel":
-            return cancel(provider, record)
+        if earlier in ("cancel", "retry"):
+            return (cancel if earlier == "cancel" else retry)(provider, record)
         return watch.follow(provider, record, once=earlier == "status")
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -426,9 +426,11 @@ def test_videos_and_wandb_go_on(folder, monkeypatch):
     assert first.rpartition("-")[2] == second.rpartition("-")[2] != whole.rpartition("-")[2]
     rows = [wandb_history(attempt) for attempt in (first, second, whole)]
     assert rows[0] + rows[1] == rows[2] and len(rows[1]) >= 2
-    names = [sorted(os.listdir(f"{folder.path}/videos/{name}")) for name in ("r", "whole")]
-    (rest,) = set(names[0]) - set(names[1])
-    assert "-from-" in rest and set(names[1]) <= set(names[0])
+    names = [set(os.listdir(f"{folder.path}/videos/{name}")) for name in ("r", "whole")]
+    (rest,) = names[0] - names[1]
+    assert "-from-" in rest and names[1] <= names[0]
+    sent = [file for attempt in (first, second) for file in glob.glob(f"{attempt}/files/media/videos/*.mp4")]
+    assert len(sent) == len(names[0] - {".sent"}), "each video is sent once, also in a continued run"
 
 
 # ---- an object store -------------------------------------------------------------------------------------------------

@@ -132,7 +132,8 @@ class Jobs(Folder):
 
 @pytest.fixture
 def jobs(tmp_path, cluster):
-    return Jobs(tmp_path, cluster)
+    (tmp_path / "a folder").mkdir()
+    return Jobs(tmp_path / "a folder", cluster)
 
 
 def flags(script):

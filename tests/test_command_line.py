@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,10 @@ def test_restarts_need_a_name(tmp_path, monkeypatch, capsys):
 def test_the_single_script_is_one_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_main(ppo_atari, "", monkeypatch, tmp_path) == 2
-    assert capsys.readouterr().err == "error: ppo_atari.py: is one process, not 2; use ppo_atari_multigpu.py\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {os.path.basename(sys.argv[0])}: is one process, not 2; use ppo_atari_multigpu.py\n"
+    )
 
 
 def test_a_run_name_that_is_a_file(tmp_path, monkeypatch, capsys):

@@ -229,7 +229,7 @@ def test_ctrl_c_alone_is_130_without_a_traceback(folder):
         while not job.stderr.readline().startswith("step "):
             assert job.poll() is None
         workers = children(job.pid)
-        assert len(workers) >= 2
+        assert workers
         os.killpg(job.pid, signal.SIGINT)
         _, err = job.communicate(timeout=20)
         assert job.returncode == 130 and "Traceback" not in err, err

@@ -125,3 +125,23 @@ def test_async_environments_are_bit_equal_to_sync(folder):
     (sync,) = folder.recorded(SINGLE, "sync", *flags)
     (worker,) = folder.recorded(SINGLE, "async", *flags, "--vector-env", "async")
     assert np.array_equal(sync["actions"], worker["actions"]) and np.array_equal(sync["params"], worker["params"])
+
+
+@pytest.mark.slow
+def test_the_compiled_network_is_equal_within_rounding(folder):
+    flags = ["--num-envs", 4, "--total-timesteps", 2 * 4 * 16, *SMALL]
+    (eager,) = folder.recorded(SINGLE, "eager", *flags)
+    (compiled,) = folder.recorded(SINGLE, "compiled", *flags, "--compile")
+    assert np.array_equal(eager["actions"], compiled["actions"])
+    assert 0 < np.abs(eager["params"] - compiled["params"]).max() < 1e-5
+
+
+@pytest.mark.parametrize("nproc", [None, 2])
+def test_bf16_starts_as_fp32_does_and_stays_near(folder, nproc):
+    """Same seeds and initial weights; after two optimizer steps the weights differ by less than these can move them."""
+    flags = ["--num-envs", 4 // (nproc or 1), "--total-timesteps", 4 * 16, *SMALL, "--update-epochs", "1"]
+    full = folder.recorded(MULTI, "full", *flags, nproc=nproc)[0]
+    half = folder.recorded(MULTI, "half", *flags, "--precision", "bf16", nproc=nproc)[0]
+    assert np.array_equal(full["params"][0], half["params"][0]) and list(half["optimizer_steps"]) == [0, 2]
+    moved, apart = (np.abs(x - full["params"][1]).max() for x in (full["params"][0], half["params"][1]))
+    assert 0 < apart < moved

@@ -4,15 +4,21 @@ import glob
 import json
 import os
 import random
+import re
+import shutil
 import struct
+import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MULTI, SINGLE, command, final, scalars
+from conftest import MULTI, ROOT, SINGLE, command, environment, final, scalars
 
 from cleanrl_utils.atari import VideoRecorder
-from cleanrl_utils.logger import Logger, Stopwatch
+from cleanrl_utils.config import Fault
+from cleanrl_utils.logger import ADVICE, Logger, Stopwatch
+from cleanrl_utils.process import Stopped
 
 ITERATION_TAGS = {
     *(f"losses/{name}" for name in ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")),
@@ -26,11 +32,16 @@ FLAGS = ["--num-envs", 2, "--num-steps", 256, "--total-timesteps", 3 * 4 * 256, 
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """A job of two processes with W&B, offline, and videos."""
+    """A job of two processes with W&B, offline, and videos, in a git repository."""
     from conftest import Folder
 
     folder = Folder(tmp_path_factory.mktemp("tracked"))
-    argv = command(MULTI, *FLAGS, "--track", "--capture-video", "--exp-name", "logged", nproc=2)
+    for words in ("init -q .", "-c user.name=x -c user.email=x@x commit -q --allow-empty -m x"):
+        subprocess.run(["git", *words.split()], cwd=folder.path, check=True)
+    shutil.copy(ROOT / MULTI, folder.path)
+    wandb_flags = ["--track", "--wandb-group", "seeds", "--wandb-tags", "one", "two"]
+    script = str(folder.path / MULTI)
+    argv = command(script, *FLAGS, *wandb_flags, "--capture-video", "--exp-name", "logged", nproc=2)
     folder.output = folder.run(argv, WANDB_MODE="offline")
     return folder
 
@@ -51,6 +62,10 @@ def test_the_event_file(tracked):
     parts = ("env", "inference", "update", "allreduce", "checkpoint")
     shares = np.array([[value for _, value in points[f"time/{part}"]] for part in parts])
     assert (shares >= 0).all() and np.allclose(shares.sum(0), 1, atol=1e-5) and (shares[:3] > 0).all()
+    (line,) = [line for line in tracked.output.stderr.splitlines() if line.startswith("time: ")]
+    said = {part: int(percent) / 100 for part, percent in re.findall(r"(\w+) (\d+)%", line)}
+    assert list(said) == list(parts) and np.allclose(list(said.values()), shares.mean(1), atol=0.0051), line
+    assert line.split("; ")[1] == f"{(most := max(said, key=said.get))}: {ADVICE[most]}"
     assert final(tracked.output.stdout)[0] == 3072
     assert [v for _, v in points["charts/learning_rate"]] == pytest.approx([2.5e-4, 2.5e-4 * 2 / 3, 2.5e-4 / 3])
 
@@ -112,6 +127,53 @@ def test_the_offline_wandb_run(tracked):
     assert len(videos) == len(on_disk) >= 2, "each video is sent once"
 
 
+def test_what_the_wandb_run_says_of_itself(tracked):
+    """One run of the job: group, tags, code, commit, axis, how it ended, and a summary to sort by."""
+    (file,) = glob.glob(f"{tracked.path}/wandb/offline-run-*/*.wandb")
+    records = list(wandb_records(file))
+    (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    (event_folder,) = tracked.event_folders()
+    assert run.display_name == os.path.basename(event_folder) and run.project == "cleanRL"
+    assert run.run_group == "seeds" and list(run.tags) == ["one", "two"]
+    assert offline_run(tracked.path)[0]["world_size"] == 2
+    (about,) = (record.environment for record in records if record.environment.program)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tracked.path, capture_output=True, text=True).stdout
+    assert about.git.commit == head.strip()
+    (code,) = glob.glob(f"{tracked.path}/wandb/offline-run-*/files/code/*.py")
+    assert Path(code).read_text() == (ROOT / MULTI).read_text()
+    axes = {record.metric.glob_name: record.metric.step_metric for record in records if record.metric.glob_name}
+    assert axes == {"*": "global_step"}
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    summary = {}
+    for record in records:
+        for item in record.summary.update:
+            summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+    points = scalars(event_folder)
+    returns = [value for _, value in points["charts/episodic_return"]][-100:]
+    assert summary["global_step"] == 3072 and summary["charts/mean_return"] == pytest.approx(np.mean(returns))
+    for tag in ITERATION_TAGS:
+        assert summary[tag] == pytest.approx(points[tag][-1][1], rel=1e-5), tag
+
+
+@pytest.mark.parametrize("error, preempting", [(Stopped("after iteration 1"), 1), (Fault("a loss is not finite"), 0)])
+def test_wandb_knows_how_a_run_ended(tmp_path, monkeypatch, error, preempting):
+    """W&B calls a run that ended with 0 finished, others failed, or preempted if they have said so."""
+    import wandb
+
+    import ppo_atari
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(type(error)), ExitStack() as on_exit:
+        on_exit.callback(Logger(ppo_atari.Args(track=True), "r", 100, {}).close)
+        raise error
+    wandb.teardown()  # else it stays in this folder
+    (file,) = glob.glob("wandb/offline-run-*/*.wandb")
+    kinds = [record.WhichOneof("record_type") for record in wandb_records(file)]
+    assert kinds.count("preempting") == preempting
+    assert [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")] == [1]
+
+
 def frames_of(file):
     import cv2
 
@@ -169,13 +231,33 @@ def test_the_same_command_twice_gives_identical_scalars(folder):
             assert first[tag] == second[tag], tag
 
 
-def test_no_key_and_no_terminal_is_one_line_on_one_process(folder):
+NO_KEY = "error: --track: no key; give one to `wandb login` or in WANDB_API_KEY; or set WANDB_MODE=offline"
+
+
+def test_no_key_is_one_line_on_one_process_and_ends_all(folder):
     argv = command(MULTI, "--track", nproc=2)
     done = folder.run(argv, code=1, timeout=60, HOME=str(folder.path), WANDB_API_KEY="")
-    assert (
-        done.stderr.count("error: ") == 1 and "error: --track: " in done.stderr and "WANDB_MODE=offline" in done.stderr
-    )
-    assert os.listdir(folder.path) == [] or glob.glob(f"{folder.path}/[rw]*") == []
+    assert done.stderr.count("error: ") == 1 and NO_KEY in done.stderr
+    assert "exitcode  : 2" in done.stderr and "exitcode  : 1 " not in done.stderr
+    assert glob.glob(f"{folder.path}/[rvw]*") == []
+
+
+def test_no_key_and_a_terminal_asks_nothing(folder):
+    """The other processes of a job would wait for the answer."""
+    import pty
+
+    terminal, end = pty.openpty()
+    env = environment(HOME=str(folder.path), WANDB_API_KEY="")
+    started = subprocess.Popen(command(SINGLE, "--track"), cwd=folder.path, env=env, stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    assert started.wait(timeout=60) == 2
+    assert os.read(terminal, 10_000).decode().strip() == NO_KEY
+    os.close(terminal)
+
+
+def test_an_unknown_wandb_mode_is_one_line(folder):
+    done = folder.run(command(SINGLE, "--track"), code=2, WANDB_MODE="later")
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: --track: ") and "'later'" in done.stderr
 
 
 def test_run_folders_are_never_shared(tmp_path, monkeypatch):

@@ -135,6 +135,8 @@ def reach(specs: Sequence[JobSpec]) -> None:
     types = {each.get("computeResources", {}).get("type", "unmanaged") for each in found}
     if spec.spot and types != {"SPOT"}:
         raise Fault(f"--spot: the machines of --job-queue {spec.queue} are {', '.join(sorted(types))}, not SPOT")
+    if any(kind.startswith("FARGATE") for kind in types):
+        raise Fault(f"--job-queue {spec.queue}: its machines are {', '.join(sorted(types))}; a job needs EC2 or SPOT")
     if spec.num_nodes > 1 and types != {"EC2"}:
         kinds = ", ".join(sorted(types))
         raise Fault(f"--num-nodes {spec.num_nodes}: needs on-demand machines; those of {spec.queue} are {kinds}")
@@ -149,6 +151,7 @@ def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
         arn = active[0]["jobDefinitionArn"] if active else None
         if arn is None:
             arn = batch.register_job_definition(**definition)["jobDefinitionArn"]
+        region = batch.meta.region_name
         try:
             job = batch.submit_job(**{**document["job"], "jobDefinition": arn})
         except Exception:

@@ -34,11 +34,10 @@ def render(spec: JobSpec) -> dict[str, Any]:
     words += ["--shm-size", f"{spec.shm_size}m"]
     words += ["--cpus", str(spec.num_vcpu)] if spec.num_vcpu else []
     words += ["--memory", f"{spec.memory}m"] if spec.memory else []
-    words += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]
+    words += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "LOGNAME=trainer"]
     words += ["--volume", f"{runs}:{WORKDIR}/runs"]
     if spec.num_gpu:
-        devices = ",".join(str(spec.first_gpu + i) for i in range(spec.num_gpu))
-        words += ["--gpus", f'"device={devices}"']
+        words += ["--gpus", f'"device={",".join(local.gpus(spec))}"']
     for name, value in spec.env.items():
         words += ["--env", f"{name}={value}"]
     if spec.secret is not None:

@@ -1,5 +1,6 @@
 """Plain processes on this machine. They outlive the client; their output and exit code are files."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -35,17 +36,30 @@ def reach(specs: Sequence[JobSpec]) -> None:
     """Fault where this machine has fewer GPUs than the jobs, which all start at once, take."""
     wanted = max(spec.first_gpu + spec.num_gpu for spec in specs)
     if wanted:
-        found = sum(line.startswith("GPU ") for line in call(["nvidia-smi", "-L"]).splitlines())
+        listed = [line for line in call(["nvidia-smi", "-L"]).splitlines() if line.startswith("GPU ")]
+        found = len(visible() or listed)
         rule = "; send fewer jobs at once, or let benchmark take turns"
         if wanted > found:
             raise Fault(f"{len(specs)} job(s) take {wanted} GPU(s), this machine has {found}{rule}")
+
+
+def visible() -> list[str]:
+    """The GPUs to which the user has limited this process; empty: all."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return names.split(",") if names else []
+
+
+def gpus(spec: JobSpec) -> list[str]:
+    """The job's own GPUs, of those that the client may use."""
+    last = spec.first_gpu + spec.num_gpu
+    return (visible() or [str(i) for i in range(last)])[spec.first_gpu : last]
 
 
 def render(spec: JobSpec) -> dict[str, Any]:
     """The command and what is added to the environment."""
     env = dict(spec.env)
     if spec.num_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(spec.first_gpu + i) for i in range(spec.num_gpu))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus(spec))
     return {"argv": list(spec.argv), "env": env, "log": spec.logs}
 
 
@@ -57,6 +71,8 @@ def show(document: dict[str, Any]) -> str:
 def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
     path = document["log"]
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{path}.exit")  # of an earlier attempt
     with open(path, "ab") as log:
         process = subprocess.Popen(
             ["sh", "-c", SHELL, f"{path}.exit", *document["argv"]],

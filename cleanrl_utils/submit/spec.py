@@ -50,7 +50,7 @@ class JobSpec:
     num_vcpu: int | None = 4
     memory: int | None = 8000
     """MiB, with the shared memory; as num_vcpu None on the own machine: no limit"""
-    shm_size: int = 1024
+    shm_size: int | None = 1024
     """MiB of /dev/shm"""
     time_limit: int | None = None
     """seconds of an attempt"""
@@ -132,10 +132,10 @@ def check_env(env: Sequence[str]) -> dict[str, str]:
     return result
 
 
-def check_secrets(documents: str) -> None:
-    """Refuse to send what holds the value of a secret variable of this process."""
+def check_secrets(documents: str, reference: str | None) -> None:
+    """Refuse to send what holds the value of a secret variable of this process, unless that is the reference itself."""
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 16 and value in documents:
+        if SECRET_NAME.search(name) and len(value) >= 16 and value != reference and value in documents:
             raise UsageError(f"the value of {name} is in what would be sent or written; use --wandb-secret")
 
 
@@ -143,7 +143,7 @@ def check(spec: JobSpec) -> None:
     """The rules of every provider."""
     if spec.memory is not None:
         rule = f"must be below --num-memory {spec.memory}, of which it is a part"
-        require(spec.shm_size < spec.memory, "--shm-size", spec.shm_size, rule)
+        require((spec.shm_size or 0) < spec.memory, "--shm-size", spec.shm_size, rule)
     require(1 <= spec.attempts <= 10, "--num-retries", spec.attempts, "must be 1 .. 10 attempts")
     if spec.image is not None:
         shape = r"[a-z0-9]([\w./:-]*\w)?(@sha256:[0-9a-f]{64})?"
@@ -151,8 +151,8 @@ def check(spec: JobSpec) -> None:
         require(bool(good), "--docker-tag", spec.image, "must be an image such as registry/name:tag")
     lasting = spec.checkpoint_dir is not None
     why = "needs --checkpoint-dir: a retry is worth nothing without checkpoints that outlive the machine"
-    require(lasting or spec.attempts == 1, "--num-retries", spec.attempts, why)
     require(lasting or not spec.spot, "--spot", "", why)
+    require(lasting or spec.attempts == 1, "--num-retries", spec.attempts, why)
 
 
 def call(argv: Sequence[str], stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:

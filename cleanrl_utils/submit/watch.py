@@ -45,6 +45,7 @@ def progress(text: str) -> tuple[str, str]:
 
 
 def table(record: Record, found: Mapping[str, Status], logs: Mapping[str, str]) -> Any:
+    from rich.markup import escape
     from rich.table import Table
 
     result = Table(title=f"{record['submission']} ({record['provider']})", title_justify="left")
@@ -53,15 +54,16 @@ def table(record: Record, found: Mapping[str, Status], logs: Mapping[str, str]) 
     for job in record["jobs"]:
         status = found[job["name"]]
         step, mean_return = progress(logs.get(job["name"], ""))
-        result.add_row(job["name"], status.state, str(status.attempt), step, mean_return, status.reason)
+        result.add_row(job["name"], status.state, str(status.attempt), step, mean_return, escape(status.reason))
     return result
 
 
 def read_logs(provider: Any, record: Record, found: Mapping[str, Status]) -> dict[str, str]:
-    """The end of the log of each job that has run; without those that can't be reached."""
+    """The end of the log of each job in `found` that has run; without those that can't be reached."""
     logs = {}
     for job in record["jobs"]:
-        if job["handle"] is not None and found[job["name"]].state in ("running", "succeeded", "failed"):
+        status = found.get(job["name"])
+        if job["handle"] is not None and status and status.state in ("running", "succeeded", "failed"):
             try:
                 logs[job["name"]] = provider.log(job["handle"])
             except Fault:
@@ -93,7 +95,7 @@ def follow(provider: Any, record: Record, once: bool = False, sleep: Callable[[f
             except Fault as fault:
                 if once or time.monotonic() - answered > PATIENCE:
                     raise
-                console.print(f"warning: {fault}; asking again")
+                console.print(f"warning: {fault}; asking again", markup=False)
                 sleep(POLL[record["provider"]])
                 continue
             logs |= read_logs(
@@ -105,7 +107,7 @@ def follow(provider: Any, record: Record, once: bool = False, sleep: Callable[[f
             else:
                 for name, state in states.items():
                     if not once and shown.get(name) != state:
-                        console.print(f"{name}: {state} {found[name].reason}".rstrip(), soft_wrap=True)
+                        console.print(f"{name}: {state} {found[name].reason}".rstrip(), soft_wrap=True, markup=False)
             shown = states
             # what was not sent, or is forgotten, does not end any more
             if once or all(state in (*ENDED, "unknown") for state in states.values()):
