@@ -20,7 +20,8 @@ from conftest import BIN, MULTI, ROOT, SINGLE, command, final, wait_until
 pytestmark = pytest.mark.cloud
 TOOLS = ("buildah", "podman", "runc", "debootstrap")
 IMAGE = "localhost/cleanrl-distributed:test"
-SMALL = ["--total-timesteps", "256", "--num-steps", "16", "--num-minibatches", "2"]
+SMALL = ["--total-timesteps", "256", "--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
+SMALL += ["--num-threads", "1", "--learning-rate", "1e-4"]
 DOCKER = """\
 #!/bin/sh
 # docker, as far as the tests and submit_exp use it
@@ -144,7 +145,7 @@ def test_both_scripts_train_in_the_image_as_on_this_machine(docker, folder):
     assert final(inside.stdout)[1] == pytest.approx(final(here.stdout)[1], abs=1e-4)
     launch = ["python", "-m", "cleanrl_utils.launch", "--standalone", "--nproc_per_node=2"]
     double = run(docker, "--shm-size", "256m", IMAGE, *launch, MULTI, "--total-num-envs", 4, *SMALL)
-    assert final(double.stdout)[1] == pytest.approx(final(here.stdout)[1], abs=1e-3)
+    assert final(double.stdout)[1] == pytest.approx(final(here.stdout)[1], abs=1e-4)
     assert run(docker, IMAGE, "id", "-u").stdout.strip() == "1000"
     assert "usage" in run(docker, IMAGE).stdout.lower()
 
@@ -152,7 +153,7 @@ def test_both_scripts_train_in_the_image_as_on_this_machine(docker, folder):
 def test_the_image_is_small_and_without_a_display(docker):
     probe = "import cv2, os, shutil, sys; print('DISPLAY' in os.environ, shutil.which('Xvfb'), len(sys.modules) > 9)"
     assert run(docker, IMAGE, "python", "-c", probe).stdout.split() == ["False", "None", "True"]
-    left = "ls -A /train /root/.cache /tmp 2>/dev/null"
+    left = "ls -A /train /root/.cache /tmp 2>/dev/null || true"
     listed = run(docker, IMAGE, "sh", "-c", left).stdout
     assert not {"tests", "runs", ".git", "Dockerfile", "wheels", "pip"} & set(listed.split()), listed
 
@@ -172,8 +173,8 @@ def test_any_user_writes_to_a_mounted_folder_and_owns_the_files(docker, folder):
     # a folder that this user may not write to: one clear line, at the start
     os.chown(runs, 0, 0)
     os.chmod(runs, 0o755)
-    refused = run(docker, *options, "python", SINGLE, "--run-name", "second", *SMALL, code=1)
-    assert "Traceback" not in refused.stderr and "/train/runs" in refused.stderr + refused.stdout
+    refused = run(docker, *options, "python", SINGLE, "--run-name", "second", *SMALL, code=2)
+    assert refused.stderr.splitlines() == ["error: can't make runs/second in /train: Permission denied"]
 
 
 def test_usage_errors_and_stops_keep_their_exit_codes(docker):
@@ -195,7 +196,7 @@ def test_submit_exp_runs_seeds_in_containers(docker, folder):
     for job in record["jobs"]:
         log = Path(job["handle"]["log"])
         here = folder.run(command(MULTI, "--total-num-envs", 4, "--seed", job["seed"], *SMALL))
-        assert final(log.read_text())[1] == pytest.approx(final(here.stdout)[1], abs=1e-3)
+        assert final(log.read_text())[1] == pytest.approx(final(here.stdout)[1], abs=1e-4)
         assert list((folder.path / "runs" / job["name"]).glob("checkpoint-*.pt"))
 
 

@@ -61,7 +61,7 @@ variable "machines" {
 }
 
 variable "volume_gib" {
-  description = "Disk of each machine in GiB: the system, the image (CUDA's wheels take about 8) and what running jobs write."
+  description = "Disk of each machine in GiB: the system, the image with CUDA's wheels, and what running jobs write."
   type        = number
   default     = 100
 
