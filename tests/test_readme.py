@@ -82,8 +82,9 @@ def test_tools(project):
     for line in lines:
         for flag, value in sizes.items():
             line = re.sub(rf"{flag} \d+", f"{flag} {value}", line)
-        line = line.replace("--total-timesteps 128", "--total-timesteps 128 --num-envs 2 --num-steps 16")
-        line = line.replace(" BreakoutNoFrameskip-v4", "")
+        timesteps = 1280 if "tune" in line else 128  # it needs a finished game
+        line = line.replace("--total-timesteps 128", f"--total-timesteps {timesteps} --num-envs 4 --num-steps 32")
+        line = line.replace("PongNoFrameskip-v4 BreakoutNoFrameskip-v4", "PongNoFrameskip-v4")
         job = start(line, project)
         output, _ = job.communicate(timeout=240)
         assert job.returncode == 0, f"{line}\n{output}"
