@@ -59,7 +59,7 @@ class Args:
 class SavedAgent:
     """What a checkpoint or an exported agent says: data only, nothing in it is executed."""
 
-    path: str
+    path: str  # absolute, or a URL
     folder: str | None  # where results belong; None: not on a disk
     weights: dict[str, Any]
     config: dict[str, Any]
@@ -73,7 +73,7 @@ class SavedAgent:
 
     @property
     def name(self) -> str:
-        """That of the run, if the path has one."""
+        """The run's: that of the folder."""
         path = self.path.rstrip("/")
         return os.path.basename(os.path.dirname(path) if path.endswith(".pt") else path)
 
@@ -109,7 +109,7 @@ def load_agent(path: str) -> SavedAgent:
         raise UsageError(f"{path}: {error}") from None
     assert state is not None
     return SavedAgent(
-        path=path,
+        path=folder.path if folder.local else path,
         folder=(os.path.dirname(folder.path) if is_file else folder.path) if folder.local else None,
         weights=state["agent"],
         config=state["config"],
@@ -134,7 +134,8 @@ def _load_export(path: str, folder: Any) -> SavedAgent:
         told = {name: saved[name] for name in ("config", "command", "global_step", "machine")}
     except Exception as error:  # whatever the parsers make of arbitrary bytes
         raise UsageError(f"{path}: {type(error).__name__}: {error}".splitlines()[0]) from None
-    return SavedAgent(path=path, folder=folder.path if folder.local else None, weights=weights, **told)
+    where = folder.path if folder.local else path
+    return SavedAgent(path=where, folder=folder.path if folder.local else None, weights=weights, **told)
 
 
 def find_script(saved: SavedAgent, given: str | None) -> Path:
@@ -301,8 +302,10 @@ def play_games(player: Player, seeds: list[int], num_envs: int) -> list[tuple[fl
 
 
 def summary(returns: list[float], env_id: str) -> dict[str, Any]:
-    """Mean, standard deviation (of these games), interquartile mean (the middle half's), median, and the first, third
-    and fourth on the scale of random play (0) and a human (1); None where no human score is published."""
+    """Mean, interquartile mean (of the middle half), median and standard deviation of these games.
+
+    The first three also on the scale on which random play is 0 and a human 1; None where no human score is published.
+    """
     import numpy as np
 
     ordered = np.sort(returns)
@@ -354,8 +357,6 @@ def evaluate(args: Args) -> dict[str, Any]:
     out = args.out or saved.results_folder
     try:
         os.makedirs(out, exist_ok=True)
-        for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO):  # of an earlier evaluation
-            Path(out, name).unlink(missing_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
@@ -382,6 +383,8 @@ def evaluate(args: Args) -> dict[str, Any]:
         "seeds": seeds,
         "versions": {name: importlib.metadata.version(name) for name in ("ale-py", "torch")},
     }
+    for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO):  # of an earlier evaluation
+        Path(out, name).unlink(missing_ok=True)
     if args.capture_video:
         for number, name in ((best, BEST_VIDEO), (median, MEDIAN_VIDEO)):
             record(player, seeds[number], games[number], os.path.join(out, name))

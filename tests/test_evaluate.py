@@ -189,7 +189,14 @@ def test_videos_are_the_games():
     assert glob.glob("run/*.mp4") == [], "videos of an earlier evaluation must not stay beside the new scores"
 
 
-def test_a_video_of_another_game_is_a_fault(monkeypatch):
+def test_the_name_is_the_folders(monkeypatch):
+    save("runs/first")
+    monkeypatch.chdir("runs/first")
+    names = [evaluate.load_agent(path).name for path in (".", "../first/", "checkpoint-00000001.pt")]
+    assert names == ["first"] * 3
+
+
+def test_a_video_of_another_game_is_a_fault():
     save("run")
     saved = evaluate.load_agent("run")
     player = evaluate.Player(saved, ROOT / SINGLE, evaluate.Args("run"))

@@ -176,3 +176,12 @@ def test_a_damaged_export_is_one_line(tmp_path, capsys):
     whole = (tmp_path / "exports/first/model.safetensors").read_bytes()
     (tmp_path / "exports/first/model.safetensors").write_bytes(whole[:1000])
     assert "exports/first: SafetensorError" in error(capsys, "exports/first")
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    save("runs/first")
+    exported("runs/first")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'cleanrl-distributed[video]'" in error(capsys, "runs/first", "--capture-video")
+    assert "pip install 'cleanrl-distributed[hub]'" in error(capsys, "exports/first")
+    assert "pip install 'cleanrl-distributed[hub]'" in refused(capsys, "runs/first")
