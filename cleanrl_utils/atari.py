@@ -197,8 +197,7 @@ class AtariGame(gym.Wrapper):
     def state(self, state: dict[str, Any]) -> None:
         emulator = ale_py.ALEState.__new__(ale_py.ALEState)
         emulator.__setstate__(state["emulator"])
-        if self._sticky():
-            self._press(state["last_action"])
+        self._press(state["last_action"])  # at least a frame, without which Qbert goes on differently
         self.env.ale.restoreState(emulator)
         for generator, value in zip(self._generators(), state["generators"], strict=True):
             generator.bit_generator.state = value
@@ -216,7 +215,7 @@ class AtariGame(gym.Wrapper):
 
     def _press(self, action: int) -> None:
         """Make `action` the one that a sticky next frame repeats: play it until it surely was not dropped itself."""
-        for _ in range(40):
+        for _ in range(40 if self._sticky() else 1):
             self.env.ale.act(action)
 
     def _last_action(self) -> int:

@@ -46,8 +46,7 @@ class PoolVectorEnv(VectorEnv):
         self._workers = []
         for block in self._blocks:
             here, there = context.Pipe()
-            work = (there, thunks[block], self._obs[block], [*self._pipes, here])
-            worker = context.Process(target=_work, args=work, daemon=True)
+            worker = context.Process(target=_work, args=(there, thunks[block], self._obs[block]), daemon=True)
             worker.start()
             there.close()
             self._pipes.append(here)
@@ -76,9 +75,11 @@ class PoolVectorEnv(VectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         for pipe in self._pipes:
-            pipe.close()  # by which a worker closes its environments and ends
-        for worker in self._workers:
+            with contextlib.suppress(OSError):  # a worker that has ended
+                pipe.send(("close", {}))
+        for pipe, worker in zip(self._pipes, self._workers, strict=True):
             worker.join()
+            pipe.close()
 
     def _call(self, command: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
         """Let all workers do it at once; their results."""
@@ -117,19 +118,14 @@ class PoolVectorEnv(VectorEnv):
         return merged
 
 
-def _work(pipe: Connection, thunks: Sequence[Callable[[], gym.Env]], obs: np.ndarray, others: list[Connection]) -> None:
+def _work(pipe: Connection, thunks: Sequence[Callable[[], gym.Env]], obs: np.ndarray) -> None:
     """A worker process. It leaves signals to its parent and does not outlive it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-    for other in others:  # inherited ends of the parent's: held open here, they would hide that the parent closes
-        other.close()
     envs = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
-    while True:
-        try:
-            command, arguments = pipe.recv()
-        except EOFError:
-            break
+    while (message := pipe.recv())[0] != "close":
+        command, arguments = message
         try:
             if command == "call":
                 result = envs.call(arguments["name"], *arguments["args"], **arguments["kwargs"])

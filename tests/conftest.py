@@ -180,3 +180,12 @@ def kill_group(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+LONGEST_FIRST = ("launch", "checkpoint", "learning", "readme", "distributed", "logging", "invariance", "tune", "docs")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first, so that at the end no process waits for the other's last file."""
+    order = [f"test_{name}.py" for name in LONGEST_FIRST]
+    items.sort(key=lambda item: order.index(item.path.name) if item.path.name in order else len(order))

@@ -49,10 +49,12 @@ def test_all_that_a_step_returns_equals_syncs(workers):
                 keys |= a.keys() if isinstance(a, dict) else set()
     assert {"final_obs", "final_info", "games", "_games"} <= keys
     pool.set_attr("state", sync.get_attr("state"))
+    another = PoolVectorEnv(thunks, workers)  # its workers have copies of the first one's pipes
     pool.set_attr("clip_reward", False)
     assert pool.get_attr("clip_reward") == (False,) * 4 and len(pool.get_attr("state")) == 4
     sync.close()
     pool.close()
+    another.close()
     assert all(worker.exitcode == 0 for worker in pool._workers)
 
 
