@@ -267,5 +267,5 @@ def test_the_group_is_gone_before_the_interpreter_ends(folder):
 def test_no_warnings(folder):
     done = folder.run(command(MULTI, *TINY, nproc=2))
     quiet = [line for line in done.stderr.splitlines() if line and "torch/distributed/run.py" not in line]
-    assert all(line.startswith(("run: ", "step ", "checkpoint: ")) for line in quiet), quiet
+    assert all(line.startswith(("run: ", "step ", "checkpoint: ", "time: ")) for line in quiet), quiet
     assert done.stdout.startswith("final: ") and done.stdout.count("\n") == 1
