@@ -302,29 +302,28 @@ def main(args, on_exit):
 
         # === Rollout ==================================================================================================
         noise = gumbel((num_steps, total_num_envs, envs.single_action_space.n), generator)[:, mine].to(device)  # [ddp]
-        for step in range(num_steps):
-            obs[step] = next_obs.movedim(1, -1)
-            dones[step] = next_done  # 1 if obs[step] opens a new episode
-            with torch.no_grad():
+        # In bf16, this context also keeps the cast weights from step to step.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            for step in range(num_steps):
+                obs[step] = next_obs.movedim(1, -1)
+                dones[step] = next_done  # 1 if obs[step] opens a new episode
                 action, logprobs[step], _, value = agent.get_action_and_value(next_obs, noise=noise[step])
-            actions[step], values[step] = action, value[:, 0]
-            action = action.cpu().numpy()
-            clock.lap("inference")
+                actions[step], values[step] = action, value[:, 0]
+                action = action.cpu().numpy()
+                clock.lap("inference")
 
-            next_obs, reward, terminated, truncated, infos = envs.step(action)
-            global_step += batch_size // num_steps
-            next_obs = process.upload(next_obs, device)
-            next_done = torch.as_tensor(terminated | truncated, dtype=torch.float32)
-            rewards[step] = torch.as_tensor(reward)
-            cut = truncated & ~terminated
-            if cut.any():
-                final_obs = process.upload(np.stack(infos["final_obs"][cut]), device)
-                with torch.no_grad():
+                next_obs, reward, terminated, truncated, infos = envs.step(action)
+                global_step += batch_size // num_steps
+                next_obs = process.upload(next_obs, device)
+                next_done = torch.as_tensor(terminated | truncated, dtype=torch.float32)
+                rewards[step] = torch.as_tensor(reward)
+                cut = truncated & ~terminated
+                if cut.any():
+                    final_obs = process.upload(np.stack(infos["final_obs"][cut]), device)
                     rewards[step, torch.as_tensor(cut)] += args.gamma * agent.get_value(final_obs)[:, 0].cpu()
-            games += [(global_step, *game) for game in finished_games(infos)]
-            clock.lap("env")
+                games += [(global_step, *game) for game in finished_games(infos)]
+                clock.lap("env")
 
-        with torch.no_grad():
             next_value = agent.get_value(next_obs)[:, 0]
         advantages, returns = compute_gae(
             rewards.to(device), values, dones.to(device), next_value, next_done.to(device), args.gamma, args.gae_lambda
