@@ -7,8 +7,9 @@ First on one core, at equal work (no episodic life, no fire, no clipped rewards:
   ours, as trained  with the training scripts' settings: it also plays the frames of fire and of lost lives
   gymnasium         AtariPreprocessing + FrameStackObservation in a SyncVectorEnv
 
-Then on all cores, by number of environments: ours (sync; async), gymnasium's AsyncVectorEnv, and the native samplers of
-EnvPool and ale-py (`peers` extra). Memory is of all processes together, shared pages counted once.
+Then on all cores, by number of environments: ours (sync; async; and processes: sync in one for each core, as torchrun's
+are), gymnasium's AsyncVectorEnv, and the native samplers of EnvPool and ale-py (`peers` extra). Memory is of all
+processes together, shared pages counted once.
 """
 
 import multiprocessing
@@ -26,6 +27,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from cleanrl_utils.atari import AtariGame, make_vector
+from cleanrl_utils.seeding import share
 
 PLAIN: dict[str, Any] = {"episodic_life": False, "fire_reset": False, "clip_reward": False}
 
@@ -92,7 +94,7 @@ def make(kind: str, game: str, num_envs: int) -> Any:
         return BareEmulator(env_id, num_envs)
     if kind == "ours, as trained":
         return ours("sync")
-    if kind in ("ours", "ours, sync"):
+    if kind in ("ours", "ours, sync", "ours, processes"):
         return ours("sync", **PLAIN)
     if kind == "ours, async":
         return ours("async", **PLAIN)
@@ -143,16 +145,25 @@ def sample(kind: str, game: str, num_envs: int, seconds: float, core: int | None
 
 
 def contender(kind: str, args: Args, num_envs: int, core: int | None = None):
+    """Measures in a new process; `ours, processes` in one for each core, which are added up."""
+
     def measure() -> tuple[float, dict[str, float]]:
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        process = context.Process(target=sample, args=(kind, args.game, num_envs, args.seconds, core, there))
-        process.start()
-        there.close()
-        try:
-            return here.recv()
-        finally:
+        shares = [num_envs]
+        if kind == "ours, processes":
+            cores = min(len(os.sched_getaffinity(0)), num_envs)
+            shares = [share(num_envs, rank, cores)[1] for rank in range(cores)]
+        found = []
+        for count in shares:
+            here, there = context.Pipe()
+            process = context.Process(target=sample, args=(kind, args.game, count, args.seconds, core, there))
+            process.start()
+            there.close()
+            found.append((here, process))
+        results = [here.recv() for here, _ in found]
+        for _, process in found:
             process.join()
+        return sum(value for value, _ in results), {x: sum(notes[x] for _, notes in results) for x in results[0][1]}
 
     return measure
 
@@ -164,7 +175,13 @@ def main(args: Args) -> None:
     title = f"{args.game}, environments alone, 8 of them on one core"
     common.report("sampling_one_core", title, "steps/s", measured, "gymnasium", args.out, args)
 
-    kinds = ("ours, sync", "ours, async", "gymnasium, async", *(("envpool", "ale-py") if args.peers else ()))
+    kinds = (
+        "ours, sync",
+        "ours, async",
+        "ours, processes",
+        "gymnasium, async",
+        *(("envpool", "ale-py") if args.peers else ()),
+    )
     rows = {f"{kind} {n}": contender(kind, args, n) for n in args.num_envs for kind in kinds}
     measured = common.in_turns(rows, args.rounds)
     title = f"{args.game}, environments alone, on {len(os.sched_getaffinity(0))} cores"
