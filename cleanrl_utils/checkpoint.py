@@ -114,7 +114,7 @@ class CheckpointFolder:
             except Unreadable as error:
                 print(f"warning: skipped {path}: {error}", file=sys.stderr)
         if files:
-            raise Fault(f"none of the {len(files)} checkpoints in {self.path} can be read; remove them to start anew")
+            raise Fault(f"none of the {len(files)} checkpoints in {self.path} can be read")
         return None
 
     def write(self, name: str, data: bytes) -> None:

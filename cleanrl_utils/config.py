@@ -86,6 +86,10 @@ class Fault(Exception):
     """What no flag puts right. `run` prints it as one line and exits with 1. Raise it in all processes."""
 
 
+class OwnFault(Fault):
+    """A fault that only this process has met, and therefore prints itself, whatever its rank."""
+
+
 def flag_name(field: str) -> str:
     """The command line's name of a dataclass field."""
     return "--" + field.replace("_", "-")

@@ -269,10 +269,15 @@ def draw_curves(path: str, groups: list[Group], axis: str, width: float, theme: 
     unit, name = _unit(groups, axis)
     with picture(path, theme, 5.0, 3.2) as ax:
         _plot(ax, groups, RETURN, axis, width, unit, theme)
-        bins = f"{amount(width)} steps" if axis == "steps" else f"{width / unit:.3g} {name}"
+        bins = (
+            f"{amount(width)} steps"
+            if axis == "steps"
+            else f"{width / unit:.3g} {name if width != unit else name.rstrip('s')}"
+        )
         ax.set_title(f"{groups[0].runs[0].game}: mean of the games in bins of {bins}")
         ax.set(ylabel="episodic return", xlabel="environment steps" if axis == "steps" else f"{name} of running")
-        ax.figure.legend(loc="outside lower left", handlelength=1.5)
+        if ax.get_legend_handles_labels()[0]:
+            ax.figure.legend(loc="outside lower left", handlelength=1.5)
 
 
 PANELS = {

@@ -108,7 +108,7 @@ def load_agent(path: str) -> SavedAgent:
     except Unreadable as error:
         raise UsageError(f"{path}: {error}") from None
     assert state is not None
-    return SavedAgent(
+    return _checked(
         path=folder.path if folder.local else path,
         folder=(os.path.dirname(folder.path) if is_file else folder.path) if folder.local else None,
         weights=state["agent"],
@@ -135,7 +135,19 @@ def _load_export(path: str, folder: Any) -> SavedAgent:
     except Exception as error:  # whatever the parsers make of arbitrary bytes
         raise UsageError(f"{path}: {type(error).__name__}: {error}".splitlines()[0]) from None
     where = folder.path if folder.local else path
-    return SavedAgent(path=where, folder=folder.path if folder.local else None, weights=weights, **told)
+    return _checked(path=where, folder=folder.path if folder.local else None, weights=weights, **told)
+
+
+def _checked(**told: Any) -> SavedAgent:
+    """The agent; a usage error where a file from elsewhere has told nonsense. The script's name is a plain one."""
+    command, config, machine = told["command"], told["config"], told["machine"]
+    fine = isinstance(command, list) and len(command) > 0 and all(isinstance(word, str) for word in command)
+    fine = fine and os.path.basename(command[0]) == command[0] != ""
+    fine = fine and isinstance(config, dict) and isinstance(config.get("env_id"), str)
+    fine = fine and isinstance(machine, dict) and isinstance(machine.get("processes"), int)
+    if not fine or not isinstance(told["global_step"], int):
+        raise UsageError(f"{told['path']}: not the command, config, machine and step of an agent that was trained here")
+    return SavedAgent(**told)
 
 
 def find_script(saved: SavedAgent, given: str | None) -> Path:
@@ -383,14 +395,15 @@ def evaluate(args: Args) -> dict[str, Any]:
         "seeds": seeds,
         "versions": {name: importlib.metadata.version(name) for name in ("ale-py", "torch")},
     }
+    with open(os.path.join(out, f"{RESULT}.tmp"), "w") as file:
+        json.dump(result, file, indent=2)
+        file.write("\n")
     for name in (RESULT, BEST_VIDEO, MEDIAN_VIDEO):  # of an earlier evaluation
         Path(out, name).unlink(missing_ok=True)
     if args.capture_video:
         for number, name in ((best, BEST_VIDEO), (median, MEDIAN_VIDEO)):
             record(player, seeds[number], games[number], os.path.join(out, name))
-    with open(os.path.join(out, RESULT), "w") as file:
-        json.dump(result, file, indent=2)
-        file.write("\n")
+    os.replace(os.path.join(out, f"{RESULT}.tmp"), os.path.join(out, RESULT))
     show(result, script, out)
     return result
 
@@ -417,6 +430,9 @@ def main(argv: list[str]) -> int:
     except (UsageError, Fault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except OSError as error:  # a full disk
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED)  # at once: the workers end with this process

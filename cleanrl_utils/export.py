@@ -1,11 +1,13 @@
 """A trained agent as files to share: python -m cleanrl_utils.export --help"""
 
+import contextlib
 import importlib.util
 import json
 import os
 import shlex
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -115,7 +117,7 @@ def model_card(saved: SavedAgent, result: dict[str, Any] | None, where: str, fil
     folder = os.path.basename(where)
     download = f"hf download {where} --local-dir {folder}\n" if "/" in where else ""
     text.append(
-        f"## Use\n\n```bash\npip install 'cleanrl-distributed[hub]'\n{download}"
+        f"## Use\n\n```bash\n# in a checkout of the project that trained it, after `make setup`\n{download}"
         f"python -m cleanrl_utils.evaluate {folder}{f' --script {folder}/{script}' if script else ''}\n```\n\n"
         "`model.safetensors` holds the weights of the script's `Agent`, `config.json` what it was trained with"
         + (f", `{script}` is the script; read it before you run it.\n" if script else ".\n")
@@ -132,6 +134,7 @@ def export(args: Args) -> str:
     for package, name in (("safetensors", "safetensors"), ("huggingface_hub", "huggingface-hub")):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export needs {name}: pip install 'cleanrl-distributed[hub]'")
+    import safetensors
     import safetensors.torch
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -164,16 +167,24 @@ def export(args: Args) -> str:
         saved, result, args.push_to_hub or os.path.basename(os.path.abspath(out)), list(files)
     )
     weights = {name: tensor.contiguous() for name, tensor in saved.weights.items()}
+    parent = os.path.dirname(os.path.abspath(out))
     try:
-        os.makedirs(out, exist_ok=True)
-        for name, text in files.items():
-            with open(os.path.join(out, name), "w") as file:
-                file.write(text)
-        safetensors.torch.save_file(weights, os.path.join(out, "model.safetensors"), metadata={"format": "pt"})
-        if result and os.path.isfile(os.path.join(results, MEDIAN_VIDEO)):
-            shutil.copyfile(os.path.join(results, MEDIAN_VIDEO), os.path.join(out, VIDEO))
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}") from None
+        os.makedirs(parent, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent) as made:  # all of it, or nothing
+            for name, text in files.items():
+                with open(os.path.join(made, name), "w") as file:
+                    file.write(text)
+            safetensors.torch.save_file(weights, os.path.join(made, "model.safetensors"), metadata={"format": "pt"})
+            if result and os.path.isfile(os.path.join(results, MEDIAN_VIDEO)):
+                shutil.copyfile(os.path.join(results, MEDIAN_VIDEO), os.path.join(made, VIDEO))
+            os.makedirs(out, exist_ok=True)
+            for name in (RESULT, VIDEO):  # of the agent that was exported here before
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(out, name))
+            for name in os.listdir(made):
+                os.replace(os.path.join(made, name), os.path.join(out, name))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UsageError(f"--out {out}: {getattr(error, 'strerror', None) or error}") from None
     print(f"wrote {out}: {', '.join(sorted(os.listdir(out)))}")
     if args.push_to_hub is not None:
         push(out, args.push_to_hub, args.private)

@@ -47,9 +47,9 @@ class NullLogger:
 
 
 ADVICE = {  # where most of the time went -> what shortens it
-    "env": "more processes, or --vector-env async where cores are idle, step environments at the same time",
+    "env": "more processes on more cores, or --vector-env async beside a GPU, step environments at the same time",
     "inference": "more environments in each process let a forward pass serve more steps",
-    "update": "more processes, a GPU, or --precision bf16 where the processor has bf16 units make it faster",
+    "update": "more processes on more cores, a GPU, or a processor with bf16 units and --precision bf16 make it faster",
     "allreduce": "fewer processes with more environments each, or a faster network, make it smaller",
     "checkpoint": "a larger --checkpoint-every makes it smaller",
 }

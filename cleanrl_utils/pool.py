@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from cleanrl_utils.config import OwnFault
 from cleanrl_utils.process import STOP_SIGNALS, die_with_parent
 from cleanrl_utils.seeding import share
 
@@ -96,7 +97,7 @@ class PoolVectorEnv(VectorEnv):
         except (EOFError, OSError):
             self._workers[len(results)].join(1)
             code = self._workers[len(results)].exitcode
-            raise RuntimeError(f"a worker process of the environments has ended, exit code {code}") from None
+            raise OwnFault(f"a worker process of the environments has ended, exit code {code} (-9: killed)") from None
         if errors:
             kind, message, trace = errors[0]
             raise (AttributeError if kind == "AttributeError" else RuntimeError)(f"{kind}: {message}\n{trace}")

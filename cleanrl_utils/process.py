@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from cleanrl_utils.config import Fault, RunArgs, UsageError, check_run_args, flag_name, parse, require
+from cleanrl_utils.config import Fault, OwnFault, RunArgs, UsageError, check_run_args, flag_name, parse, require
 
 
 def ranks() -> tuple[int, int, int]:
@@ -273,7 +273,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             _on_stop_signals(_leave)  # an upload may take for ever
         code = 0
     except (UsageError, Fault) as error:
-        if rank == 0:
+        if rank == 0 or isinstance(error, OwnFault):
             print(f"error: {error}", file=sys.stderr)
         else:
             _on_stop_signals(signal.SIG_DFL)

@@ -46,9 +46,11 @@ DERIVED = (  # CleanRL logs these among its arguments, and computes them
     "batch_size", "minibatch_size", "num_iterations", "local_batch_size", "local_minibatch_size", "world_size",
 )  # fmt: skip
 SOURCES = (
-    f"Score: mean return of a run's last {curves.LAST} training games (of Stable-Baselines3, its last mean of 100);"
+    f"Score: mean return of a run's last {curves.LAST} training games, or of all if there are fewer (of"
+    " Stable-Baselines3, its last mean of 100);"
     " over seeds, mean ± standard deviation of a sample. Evaluation: whole games of the trained agent, where"
-    " cleanrl_utils.evaluate has played them. Human-normalised: 0 is random play, 1 the human of Wang et al. 2016"
+    " cleanrl_utils.evaluate has played them, with the numbers of games and of seeds."
+    " Human-normalised: 0 is random play, 1 the human of Wang et al. 2016"
     " (arXiv 1511.06581, 30 no-op starts). CleanRL: its script of the same name, else its ppo_atari, mean ± standard"
     " deviation of 3 seeds after 10 million steps (https://docs.cleanrl.dev/rl-algorithms/ppo/). A step is one action"
     " of one environment, 4 emulator frames."
@@ -84,11 +86,13 @@ def score_table(groups: list[Group]) -> list[list[str]]:
         game, scores = game_name(group.env_id), [score(run) for run in group.runs]
         normalised = [n for s in scores if (n := human_normalized(group.env_id, s)) is not None]
         evaluated = [float(run.evaluation.get("mean", math.nan)) for run in group.runs if run.evaluation]
+        games = sum(int(run.evaluation.get("games", 0)) for run in group.runs if run.evaluation)
+        played = f" ({games} games, {len(evaluated)} seed{'s' * (len(evaluated) > 1)})" if evaluated else ""
         published = CLEANRL_PPO.get(group.exp_name, CLEANRL_PPO["ppo_atari"]).get(game)
         extremes = RANDOM_AND_HUMAN.get(game)
         rows.append([
             group.env_id, group.exp_name, spread(scores), spread(normalised),
-            str(len(group.runs)), reached(group.runs), spread(evaluated),
+            str(len(group.runs)), reached(group.runs), f"{spread(evaluated)}{played}",
             " ± ".join(number(x, 2 if published[0] < 1000 else 1) for x in published) if published else NONE,
             ", ".join(number(x, 1) for x in extremes) if extremes else NONE,
         ])  # fmt: skip
@@ -476,7 +480,7 @@ def report(args: Args) -> str:
 
 def main(argv: list[str]) -> int:
     try:
-        print(f"wrote {report(parse(Args, argv))}")
+        print(f"wrote {report(parse(Args, argv))}, the page; beside it scores.md and the pictures")
     except (UsageError, Fault) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1

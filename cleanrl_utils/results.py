@@ -1,11 +1,12 @@
 """Results that are kept in the repository, small and rebuildable: python -m cleanrl_utils.results --help
 
-results/NAME/run.json            how to repeat it (command, commit, machine, versions), its evaluation; "note" is yours
+results/NAME/run.json            how to repeat it (command, commit, ...), its evaluation; "note" in its "facts" is yours
 results/NAME/games.csv.gz        step, seconds of running, episodic_return, episodic_length of every finished game
 results/NAME/iterations.csv.gz   step, seconds, and the scalars of the iterations, in at most 1000 rows of means
 results/NAME/curve.png, results/*.png, results/README.md    made from these
 """
 
+import contextlib
 import csv
 import gzip
 import io
@@ -101,6 +102,8 @@ def write_result(run: Run, folder: str) -> None:
         "arguments": run.params,
         "evaluation": run.evaluation,
     }
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(os.path.join(folder, "run.json")) as file:
+        about["facts"] = {**about["facts"], "note": json.load(file)["facts"]["note"]}  # yours stays
     with open(os.path.join(folder, "run.json"), "w") as file:
         json.dump(about, file, indent=1)
         file.write("\n")

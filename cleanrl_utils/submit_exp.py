@@ -192,13 +192,20 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     words, env = common.split_command(args.command), common.check_env(args.env)
     check_flags(args, words)
     outputs, machine = read_outputs(args.terraform_outputs), None
-    if outputs:
-        queues = outputs.get("job_queues", {})
+    if args.terraform_outputs is not None:
+        queues = outputs.get("job_queues")
+        known = {"spot", "gpus", "vcpus", "memory_mib", "machine"}
+        fine = isinstance(queues, dict) and all(isinstance(q, dict) and known <= q.keys() for q in queues.values())
+        rule = "has no job_queues as cloud/ makes them; was it applied?"
+        require(bool(queues) and fine, "--terraform-outputs", args.terraform_outputs, rule)
+        assert isinstance(queues, dict)
         require(args.job_queue in queues, "--job-queue", args.job_queue, f"must be one of {', '.join(queues)}")
         machine = queues[args.job_queue]
         require(machine["spot"] or not args.spot, "--spot", "", f"{args.job_queue} has on-demand machines")
     spot = args.spot or bool(machine and machine["spot"])
     size, num_processes = sizes(args, machine)
+    alone = os.path.basename(words[1]) != "ppo_atari.py" or num_processes * args.num_nodes == 1
+    require(alone, "--command", args.command, "ppo_atari.py is one process; use ppo_atari_multigpu.py")
     tracked = any(word.replace("_", "-") == "--track" for word in words)
     secret = args.wandb_secret or (outputs.get("wandb_secret_arn") if tracked else None)
     if tracked and args.provider in IMAGES and env.get("WANDB_MODE") != "offline":
@@ -419,7 +426,7 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Fault as error:
+    except (Fault, OSError) as error:  # OSError: a folder or a disk that can't hold the record
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -525,7 +525,8 @@ def results(study: Any, args: Args, line: list[str]) -> bool:
         plots(study, folder, None in parse_targets(args).values())
     best = study.best_trial
     words_ = [word for name, value in best.params.items() for word in flag(name, value)]
-    print(f"the best is trial {best.number}: {best.value:.6g}\n{shlex.join([*line, *words_])}")
+    games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
+    print(f"the best is trial {best.number}: {best.value:.6g}\n{shlex.join([*line, *games, *words_])}")
     return True
 
 

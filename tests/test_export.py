@@ -74,6 +74,41 @@ def test_an_evaluation_of_another_step_stays_behind(capsys):
     assert sorted(export.os.listdir("exports/first")) == ["README.md", "config.json", "model.safetensors"]
 
 
+def test_an_export_has_nothing_of_the_agent_before_it(capsys):
+    save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}))
+    played("runs/first", "--games", 1)
+    exported("runs/first", "--out", "out")
+    assert "evaluation.json" in export.os.listdir("out")
+    save("runs/second")
+    exported("runs/second", "--out", "out")
+    assert "evaluation.json" not in export.os.listdir("out")
+    assert ModelCard.load("out/README.md").data.eval_results is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"command": ["../elsewhere/ppo_atari.py"]},  # would be written outside of --out
+        {"command": []},
+        {"command": "ppo_atari.py"},
+        {"config": {}},
+        {"machine": {}},
+        {"global_step": "many"},
+    ],
+)
+def test_an_agent_from_elsewhere_that_tells_nonsense(wrong, capsys):
+    save("runs/first")
+    exported("runs/first")
+    with open("exports/first/config.json") as file:
+        told = json.load(file)
+    with open("exports/first/config.json", "w") as file:
+        json.dump({**told, **wrong}, file)
+    assert "exports/first: not the command, config, machine and step" in refused(
+        capsys, "exports/first", "--out", "out"
+    )
+    assert not export.os.path.exists("out") and not export.os.path.exists("elsewhere")
+
+
 def test_the_command_of_several_processes():
     saved = evaluate.load_agent(save("runs/first"))
     saved.machine["processes"] = 2

@@ -10,6 +10,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from cleanrl_utils.atari import AtariGame
+from cleanrl_utils.config import Fault
 from cleanrl_utils.pool import PoolVectorEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
@@ -87,6 +88,6 @@ def test_a_killed_worker_ends_the_step_with_its_exit_code():
     envs.reset()
     os.kill(envs._workers[1].pid, signal.SIGKILL)
     time.sleep(0.1)
-    with pytest.raises(RuntimeError, match="exit code -9"):
+    with pytest.raises(Fault, match="exit code -9"):
         envs.step(np.array([0, 0]))
     envs.close()

@@ -73,10 +73,10 @@ def test_tools(project):
     sizes = {"--total-timesteps": 128, "--num-seeds": 1, "--games": 1, "--num-trials": 1, "--workers": 1}
     made = {
         "benchmark": "runs/PongNoFrameskip-v4__ppo_atari__1/attempts.json",
-        "evaluate": "runs/first/evaluation.json",
+        "evaluate": "runs/PongNoFrameskip-v4__ppo_atari__1/evaluation.json",
         "report": "report/index.html",
         "tune": "runs/*/trials.csv",
-        "export": "exports/first/model.safetensors",
+        "export": "exports/PongNoFrameskip-v4__ppo_atari__1/model.safetensors",
         "submit_exp": None,
     }
     for line in lines:

@@ -156,6 +156,10 @@ def test_terraform_s_outputs_give_roles_checkpoints_and_the_machine(tmp_path):
     path.write_text("[]")
     with pytest.raises(UsageError, match="not the file of `terraform output -json`"):
         with_queue("t4")
+    for nothing in ("{}", '{"job_queues": {"value": null}}', '{"job_queues": {"value": {"t4": {}}}}'):
+        path.write_text(nothing)  # before `terraform apply`, or of other outputs
+        with pytest.raises(UsageError, match="has no job_queues as cloud/ makes them"):
+            with_queue("t4")
 
 
 REFUSED = [
@@ -195,6 +199,8 @@ REFUSED = [
     ("docker", ["--num-nodes", 2], "--num-nodes 2: must be 1 with --provider docker"),
     ("docker", ["--num-hours", 1], "--num-hours 3600: has no effect on this machine"),
     ("docker", ["--wandb-secret", KEY], "--wandb-secret: must be `env` here"),
+    ("docker", ["--checkpoint-dir", "a:b"], "a:b: must be without a colon"),
+    ("kubernetes", ["--command", "python ppo_atari.py", "--num-processes", 2], "ppo_atari.py is one process"),
     ("docker", ["--job-queue", "x"], "--job-queue x: has no effect on this machine"),
     ("local", ["--num-memory", 100], "--num-memory 100: limits nothing without a container"),
     ("local", ["--num-retries", 2, "--checkpoint-dir", "x"], "--num-retries 2: has no effect on this machine"),

@@ -30,6 +30,7 @@ def render(spec: JobSpec) -> dict[str, Any]:
     """
     folder = spec.checkpoint_dir
     runs = os.path.abspath("runs" if folder is None or "://" in folder else folder)
+    require(":" not in runs, "--checkpoint-dir", runs, "must be without a colon, at which docker cuts it")
     words = ["docker", "run", "--rm", "--name", short_name(spec.name, 63)]
     words += ["--shm-size", f"{spec.shm_size}m"]
     words += ["--cpus", str(spec.num_vcpu)] if spec.num_vcpu else []

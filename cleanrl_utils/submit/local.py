@@ -25,7 +25,12 @@ def check(spec: JobSpec) -> None:
     ):
         require(value == default, flag, value, "has no effect on this machine: leave it out")
     if spec.image is None:
-        require(spec.num_vcpu is None, "--num-vcpu", spec.num_vcpu, "limits nothing without a container")
+        require(
+            spec.num_vcpu is None,
+            "--num-vcpu",
+            spec.num_vcpu,
+            "limits nothing without a container; add --num-threads to the command",
+        )
         require(spec.memory is None, "--num-memory", spec.memory, "limits nothing without a container")
     if spec.secret is not None:
         require(spec.secret == "env", "--wandb-secret", "", f"must be `env` here, for {KEY} of the environment")

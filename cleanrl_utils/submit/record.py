@@ -4,6 +4,7 @@ import fcntl
 import glob
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,8 @@ def load(submission: str) -> Record:
     try:
         with open(name) as file:
             record: Record = json.load(file)
+        if not isinstance(record, dict) or not {"provider", "jobs", "request_hash"} <= record.keys():
+            raise ValueError("it lacks provider, jobs or request_hash")
     except (OSError, ValueError) as error:
         known = ", ".join(sorted(os.path.basename(each)[:-5] for each in glob.glob(path("*")))) or "none"
         raise UsageError(f"{submission}: not a submission of this folder ({error}); there are: {known}") from None
@@ -43,7 +46,12 @@ def load(submission: str) -> Record:
 
 def find(wanted: str) -> Record | None:
     """The newest record of the same request."""
-    records = [load(os.path.basename(each)[:-5]) for each in glob.glob(path("*"))]
+    records = []
+    for each in glob.glob(path("*")):
+        try:
+            records.append(load(os.path.basename(each)[:-5]))
+        except UsageError as error:
+            print(f"notice: skipped {each}: {error}", file=sys.stderr)
     same = [record for record in records if record["request_hash"] == wanted]
     return max(same, key=lambda record: str(record["time"]), default=None)
 
