@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import tyro
 
 from cleanrl_utils import EXIT_INTERRUPTED
-from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, UsageError, parse
+from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, UsageError
+from cleanrl_utils.runs import tool
 from cleanrl_utils.scores import human_normalized
 
 RESULT, BEST_VIDEO, MEDIAN_VIDEO = "evaluation.json", "evaluation-best.mp4", "evaluation-median.mp4"
@@ -424,19 +425,16 @@ def show(result: dict[str, Any], script: Path, out: str) -> None:
     print(f"wrote {', '.join(filter(os.path.exists, files))}")
 
 
-def main(argv: list[str]) -> int:
+def evaluate_or_leave(args: Args) -> None:
     try:
-        evaluate(parse(Args, argv))
-    except (UsageError, Fault) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except OSError as error:  # a full disk
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        evaluate(args)
     except KeyboardInterrupt:
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED)  # at once: the workers end with this process
-    return 0
+
+
+def main(argv: list[str]) -> int:
+    return tool(evaluate_or_leave, Args, argv)
 
 
 if __name__ == "__main__":

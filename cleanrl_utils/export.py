@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from cleanrl_utils.config import Fault, UsageError, parse, require
+from cleanrl_utils.config import Fault, UsageError, require
 from cleanrl_utils.evaluate import (
     EXPORT_FORMAT,
     EXPORT_VERSION,
@@ -23,6 +23,7 @@ from cleanrl_utils.evaluate import (
     find_script,
     load_agent,
 )
+from cleanrl_utils.runs import tool
 from cleanrl_utils.scores import game_name
 
 VIDEO = "replay.mp4"  # the hub plays a file of this name beside the model card
@@ -129,8 +130,8 @@ def model_card(saved: SavedAgent, result: dict[str, Any] | None, where: str, fil
     return "\n".join(text)
 
 
-def export(args: Args) -> str:
-    """Write the folder and upload it if asked to; returns the folder."""
+def export(args: Args) -> None:
+    """Write the folder and upload it if asked to."""
     for package, name in (("safetensors", "safetensors"), ("huggingface_hub", "huggingface-hub")):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export needs {name}: pip install 'cleanrl-distributed[hub]'")
@@ -188,7 +189,6 @@ def export(args: Args) -> str:
     print(f"wrote {out}: {', '.join(sorted(os.listdir(out)))}")
     if args.push_to_hub is not None:
         push(out, args.push_to_hub, args.private)
-    return out
 
 
 def _config(saved: SavedAgent) -> dict[str, Any]:
@@ -220,12 +220,7 @@ def push(folder: str, repo: str, private: bool) -> None:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        export(parse(Args, argv))
-    except (UsageError, Fault) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+    return tool(export, Args, argv)
 
 
 if __name__ == "__main__":

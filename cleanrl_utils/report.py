@@ -18,9 +18,10 @@ import numpy as np
 import tyro
 
 from cleanrl_utils import curves
-from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError, parse
+from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError
 from cleanrl_utils.curves import DARK, LIGHT, Group, Theme, amount, group_runs, score
 from cleanrl_utils.events import Run, find_runs
+from cleanrl_utils.runs import tool
 from cleanrl_utils.scores import CLEANRL_PPO, RANDOM_AND_HUMAN, game_name, human_normalized
 
 
@@ -478,13 +479,12 @@ def report(args: Args) -> str:
     return path
 
 
+def report_and_say(args: Args) -> None:
+    print(f"wrote {report(args)}, the page; beside it scores.md and the pictures")
+
+
 def main(argv: list[str]) -> int:
-    try:
-        print(f"wrote {report(parse(Args, argv))}, the page; beside it scores.md and the pictures")
-    except (UsageError, Fault) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    return 0
+    return tool(report_and_say, Args, argv)
 
 
 if __name__ == "__main__":

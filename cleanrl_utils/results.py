@@ -21,8 +21,9 @@ import numpy as np
 import tyro
 
 from cleanrl_utils import curves, report
-from cleanrl_utils.config import Fault, UsageError, parse
+from cleanrl_utils.config import UsageError
 from cleanrl_utils.events import LENGTH, RETURN, Run, Series, checked_evaluation, find_runs
+from cleanrl_utils.runs import tool
 
 ROWS = 1000  # of iterations.csv.gz
 GAMES, ITERATIONS = "games.csv.gz", "iterations.csv.gz"
@@ -166,30 +167,26 @@ def rebuild(out: str) -> list[str]:
     return notes
 
 
-def main(argv: list[str]) -> int:
-    try:
-        args: Args = parse(Args, argv)
-        curves.require_matplotlib()
-        for path in args.runs:
-            runs, notes = find_runs([path]) if os.path.isdir(path) else ([], [f"{path}: does not exist"])
-            for note in notes:
-                print(f"notice: {note}", file=sys.stderr)
-            if len(runs) != 1:
-                raise UsageError(f"{path}: {len(runs)} runs; name the folder of one run")
-            folder = os.path.join(args.out, os.path.basename(os.path.abspath(path)))
-            write_result(runs[0], folder)
-            size = sum(os.path.getsize(os.path.join(folder, file)) for file in (GAMES, ITERATIONS, "run.json"))
-            print(f"kept {folder}, {size / 1000:.0f} KB")
-        for note in rebuild(args.out):
+def keep(args: Args) -> None:
+    """Keep the runs, and make the page and pictures of all that are kept."""
+    curves.require_matplotlib()
+    for path in args.runs:
+        runs, notes = find_runs([path]) if os.path.isdir(path) else ([], [f"{path}: does not exist"])
+        for note in notes:
             print(f"notice: {note}", file=sys.stderr)
-        print(f"wrote {os.path.join(args.out, 'README.md')}")
-    except (UsageError, Fault) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+        if len(runs) != 1:
+            raise UsageError(f"{path}: {len(runs)} runs; name the folder of one run")
+        folder = os.path.join(args.out, os.path.basename(os.path.abspath(path)))
+        write_result(runs[0], folder)
+        size = sum(os.path.getsize(os.path.join(folder, file)) for file in (GAMES, ITERATIONS, "run.json"))
+        print(f"kept {folder}, {size / 1000:.0f} KB")
+    for note in rebuild(args.out):
+        print(f"notice: {note}", file=sys.stderr)
+    print(f"wrote {os.path.join(args.out, 'README.md')}")
+
+
+def main(argv: list[str]) -> int:
+    return tool(keep, Args, argv)
 
 
 if __name__ == "__main__":

@@ -422,10 +422,10 @@ def end_all(active: list[Run]) -> None:
         time.sleep(0.1)
 
 
-def tool(main: Callable[[Any], int], args_class: type, argv: list[str]) -> int:
-    """A tool's exit code: `main`'s, or 2 and 1 with one line for what the user can and can't put right."""
+def tool(main: Callable[[Any], int | None], args_class: type, argv: list[str]) -> int:
+    """A tool's exit code: `main`'s, 0 if it returns none; 2 or 1, with one line, if the user can or can't mend it."""
     try:
-        return main(parse(args_class, argv))
+        return main(parse(args_class, argv)) or 0
     except (UsageError, Fault, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
