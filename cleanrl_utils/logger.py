@@ -113,6 +113,7 @@ class Logger(NullLogger):
         self._progress.close()
         if self._time:
             total = sum(self._time.values())
+            # what is no work at all deserves a word from a fifth of the largest part on
             most = max(
                 self._time, key=lambda part: self._time[part] * (5 if part in ("allreduce", "checkpoint") else 1)
             )
