@@ -45,6 +45,7 @@ from cleanrl_utils.atari import AtariGame, VideoRecorder, check_game, finished_g
 from cleanrl_utils.checkpoint import load_checkpoint, load_weights, make_run_folder, restore_random, save_checkpoint
 from cleanrl_utils.config import Fault, Fraction, NonNegative, Positive, RunArgs
 from cleanrl_utils.logger import Stopwatch, check_wandb_login, open_logger
+from cleanrl_utils.shared_memory import AllReduce  # [ddp]
 
 # === Config ===========================================================================================================
 envs_or_total = tyro.conf.create_mutex_group(required=False)  # [ddp]
@@ -273,6 +274,7 @@ def main(args, on_exit):
     flat_grad = torch.zeros(sum(p.numel() for p in params), device=device)
     for p, g in zip(params, flat_grad.split([p.numel() for p in params]), strict=True):
         p.grad = g.as_strided(p.shape, p.stride())
+    all_reduce = AllReduce(flat_grad, group)  # [ddp] dist.all_reduce, in shared memory between processes on a CPU
 
     c, h, w = envs.single_observation_space.shape
     obs = torch.zeros((num_steps, num_envs, h, w, c), dtype=torch.uint8, device=device)  # channels last
@@ -383,7 +385,7 @@ def main(args, on_exit):
                 # [ddp] Each process has summed over its part and divided by the job's minibatch size: SUM gives the
                 # [ddp] gradient, also of uneven parts. DistributedDataParallel would average, and hide this line.
                 clock.lap("update")  # [ddp]
-                dist.all_reduce(flat_grad, group=group)  # [ddp] before the clipping: the whole gradient is clipped
+                all_reduce(flat_grad)  # [ddp] before the clipping: the whole gradient is clipped
                 clock.lap("allreduce")  # [ddp]
                 flat_grad *= (args.max_grad_norm / (flat_grad.norm() + 1e-6)).clamp(max=1.0)
                 optimizer.step()

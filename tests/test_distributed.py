@@ -91,14 +91,16 @@ def test_the_whole_gradient_is_clipped(folder):
     """Gradients (3, 4) and (-3, 4): SUM of halves is (0, 4), of norm 4, clipped to (0, 0.5) on both. By the script's
     own lines."""
     source = (ROOT / MULTI).read_text()
-    (reduce,) = re.findall(r"^ +(dist\.all_reduce\(flat_grad.*)$", source, re.M)
+    (reduce,) = re.findall(r"^ +(all_reduce\(flat_grad.*)$", source, re.M)
     (clip,) = re.findall(r"^ +(flat_grad \*= .*)$", source, re.M)
     assert source.index(reduce) < source.index(clip)
     (folder.path / "clip.py").write_text(
         "import os, types, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo'); rank = dist.get_rank(); group = None\n"
+        "from cleanrl_utils.shared_memory import AllReduce\n"
+        "dist.init_process_group('gloo'); rank = dist.get_rank()\n"
         "args = types.SimpleNamespace(max_grad_norm=0.5)\n"
         "flat_grad = torch.tensor([[3.0, 4.0], [-3.0, 4.0]][rank]) / 2\n"
+        "all_reduce = AllReduce(flat_grad, None)\n"
         f"{reduce}\n{clip}\n"
         "assert torch.allclose(flat_grad, torch.tensor([0.0, 0.5]), atol=1e-5), flat_grad\n"
         "open(f'ok{rank}', 'w'); dist.destroy_process_group()\n"
