@@ -1,0 +1,44 @@
+"""Prints ppo_atari_multigpu.py without one of its deviations from CleanRL, to see what that deviation does.
+
+python results/ablation.py ordinary-shuffle > ordinary_shuffle.py
+torchrun --standalone --nnodes=1 --nproc_per_node=2 ordinary_shuffle.py --env-id PongNoFrameskip-v4
+
+ordinary-shuffle    minibatches are parts of a shuffle of all that a process has collected, not of each environment's
+local-advantages    each process normalizes advantages by the moments of its own part of the minibatch, not the job's
+"""
+
+import argparse
+from pathlib import Path
+
+CHANGES = {  # (as it is, as it is without); they need equal shares of the environments
+    "ordinary-shuffle": (
+        (
+            "order = torch.rand((total_num_envs, num_steps), generator=generator)[mine].argsort(1)",
+            "order = torch.rand((world_size, num_steps * num_envs), generator=generator)[rank].argsort()",
+        ),
+        ("rows = order * num_envs + torch.arange(num_envs)[:, None]", "rows = order"),
+        (
+            "rows.view(num_envs, args.num_minibatches, -1).transpose(0, 1).flatten(1)",
+            "rows.view(args.num_minibatches, -1)",
+        ),
+    ),
+    "local-advantages": (
+        ("            dist.all_reduce(moments, group=group)", "            minibatch_part = b_inds.shape[1]"),
+        ("adv_mean = moments[0] / minibatch_size", "adv_mean = moments[0] / minibatch_part"),
+        ("adv_mean) / (minibatch_size - 1)", "adv_mean) / (minibatch_part - 1)"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("deviation", choices=CHANGES)
+    source = (Path(__file__).parents[1] / "ppo_atari_multigpu.py").read_text()
+    for right, changed in CHANGES[parser.parse_args().deviation]:
+        assert source.count(right) == 1, f"the script has changed: no single {right!r}"
+        source = source.replace(right, changed)
+    print(source, end="")
+
+
+if __name__ == "__main__":
+    main()
