@@ -549,6 +549,16 @@ def test_a_kept_run_gives_the_same_report(project, tmp_path, capsys):
         assert {path: path.read_bytes() for path in files} == files
 
 
+def test_a_kept_run_in_which_no_game_has_ended(tmp_path):
+    run = write(tmp_path / "runs" / "PongNoFrameskip-v4__mine__1__1", [(LOSS, 100, 10, 1.0)])
+    assert results.main([run, "--out", str(tmp_path / "kept")]) == 0
+    page = (tmp_path / "kept" / "README.md").read_text()
+    assert (
+        "](" not in page and "No game has ended." in page and f"| PongNoFrameskip-v4 | mine | {report.NONE} |" in page
+    )
+    assert not list((tmp_path / "kept").rglob("*.png"))
+
+
 def test_long_runs_are_thinned():
     """2500 points in 3s: 833 rows of means and a rest of one, at the last step of each."""
     thin = results.thinned(series(range(1, 2501), range(2500)))
