@@ -32,6 +32,7 @@ SB3_TAGS = {
     "train/clip_fraction": ("losses/clipfrac", 1.0),
     "train/explained_variance": ("losses/explained_variance", 1.0),
 }
+STUDY = "study.json"  # in the folder of a study of `cleanrl_utils.tune`, which holds its trials' runs
 LONGEST = 1 << 20  # bytes; a longer record holds a picture, no scalar
 
 
@@ -257,7 +258,8 @@ def checked_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
 def find_runs(paths: Iterable[str], only: str = "*") -> tuple[list[Run], list[str]]:
     """All runs under the paths whose name matches `only`, in the order of their names, and lines on what is wrong.
 
-    A run is a folder with event files, or with a kept result (`cleanrl_utils.results`).
+    A run is a folder with event files, or with a kept result (`cleanrl_utils.results`). Those of a study's trials are
+    left out, unless a path is one of them.
     """
     runs: list[Run] = []
     notes: list[str] = []
@@ -282,9 +284,9 @@ def find_runs(paths: Iterable[str], only: str = "*") -> tuple[list[Run], list[st
 
 
 def _folders(path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(folder, its name under the path, its files) of all runs under the path."""
+    """(folder, its name under the path, its files) of all runs under the path, but for those of a study's trials."""
     for folder, folders, files in os.walk(path):
-        folders.sort()
+        folders[:] = [] if STUDY in files else sorted(folders)
         if "run.json" in files or any("tfevents" in file for file in files):
             relative = os.path.relpath(folder, path)
             yield folder, os.path.basename(os.path.abspath(folder)) if relative == "." else relative, files

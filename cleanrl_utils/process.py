@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -220,7 +220,13 @@ class StopSignal:
     received: ClassVar[list[int]] = []  # by this process
 
     def __init__(self) -> None:
-        _on_stop_signals(lambda number, frame: self.received.append(number))
+        _on_stop_signals(self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if not self.received and ranks()[0] == 0:
+            with suppress(OSError):  # os.write: print is not for signal handlers
+                os.write(2, b"\n" * os.isatty(2) + b"stopping after this iteration\n")
+        self.received.append(number)
 
     @property
     def asked(self) -> bool:
@@ -233,12 +239,16 @@ def _on_stop_signals(handler: Any) -> None:
         signal.signal(number, handler)
 
 
-def _leave(number: int, frame: Any) -> None:
-    """Until the training begins a signal ends the process at once: there is nothing to save."""
-    # torchrun sends a second one; let the closing finish. SIG_IGN prints an error where one is already pending.
-    _on_stop_signals(lambda number, frame: None)
-    StopSignal.received.append(number)
-    raise KeyboardInterrupt
+def _leave_on_signals(when: str) -> None:
+    """Before and after the training a signal ends the process at once: there is nothing to save."""
+
+    def leave(number: int, frame: Any) -> None:
+        # torchrun sends a second one; let the closing finish. SIG_IGN prints an error where one is already pending.
+        _on_stop_signals(lambda number, frame: None)
+        StopSignal.received.append(number)
+        raise KeyboardInterrupt(when)
+
+    _on_stop_signals(leave)
 
 
 def _write_status(code: int | None) -> None:
@@ -259,7 +269,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
     from rank 0. What `main` registers on the `ExitStack` is closed in every case, last in first out.
     """
     code, rank = 1, ranks()[0]
-    _on_stop_signals(_leave)
+    _leave_on_signals("before the training began: there is nothing to save")
     _write_status(None)
     try:
         args = parse(args_class, sys.argv[1:])
@@ -270,7 +280,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         prepare_process(args.num_threads)
         with ExitStack() as on_exit:
             main(args, on_exit)
-            _on_stop_signals(_leave)  # an upload may take for ever
+            _leave_on_signals("after the training, while its logs were closed")  # an upload may take for ever
         code = 0
     except (UsageError, Fault) as error:
         if rank == 0 or isinstance(error, OwnFault):
@@ -280,11 +290,11 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
         code = 2 if isinstance(error, UsageError) else 1
     except (Stopped, KeyboardInterrupt) as stop:
-        if rank == 0 and isinstance(stop, Stopped):
-            print(f"stopped {stop}", file=sys.stderr)
         code = EXIT_INTERRUPTED if StopSignal.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED
         if isinstance(stop, KeyboardInterrupt) and StopSignal.received[0] == signal.SIGTERM and under_torchrun():
             code = 128 + signal.SIGTERM  # perhaps no preemption: torchrun ends the others so where one has failed
+        elif rank == 0:
+            print(f"stopped {stop}", file=sys.stderr)
     except SystemExit as leave:  # --help
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         raise

@@ -17,22 +17,24 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from cleanrl_utils import curves
+from cleanrl_utils import curves, studies
 from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError
 from cleanrl_utils.curves import DARK, LIGHT, Group, Theme, amount, group_runs, score
 from cleanrl_utils.events import Run, find_runs
 from cleanrl_utils.runs import tool
 from cleanrl_utils.scores import CLEANRL_PPO, RANDOM_AND_HUMAN, game_name, human_normalized
+from cleanrl_utils.studies import Study
 
 
 @dataclass(frozen=True)
 class Args:
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")] = ("runs",)
-    """folders that are searched for runs: event folders (also of CleanRL and Stable-Baselines3) and kept results"""
+    """folders that are searched for runs: event folders (also of CleanRL and Stable-Baselines3), kept results, and
+    studies of cleanrl_utils.tune"""
     out: str = "report"
     """folder for index.html, which needs nothing beside it, scores.md and the pictures"""
     only: str = "*"
-    """only runs whose name matches this pattern, for example 'Pong*'"""
+    """only runs and studies whose name matches this pattern, for example 'Pong*'"""
     title: str = "PPO on Atari"
     """title of the page"""
     window: Positive[int] | None = None
@@ -42,6 +44,7 @@ class Args:
     one"""
 
 
+BEST = 10  # trials of a study in its table
 NONE, MINUS = "\u2013", "\u2212"  # in a table's cell
 DERIVED = (  # CleanRL logs these among its arguments, and computes them
     "batch_size", "minibatch_size", "num_iterations", "local_batch_size", "local_minibatch_size", "world_size",
@@ -230,7 +233,7 @@ th, td { padding: 0.4rem 0 0.4rem 1rem; text-align: right; white-space: nowrap; 
 th { white-space: normal; font-weight: 600; color: var(--soft); vertical-align: bottom;
   border-bottom: 1px solid var(--ink); }
 td { border-bottom: 1px solid var(--rule); }
-th.t, td.t { text-align: left; } td.t { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; }
+th.t, td.t { text-align: left; } td.t { white-space: normal; overflow-wrap: anywhere; min-width: 9.5rem; }
  th:first-child, td:first-child { padding-left: 0; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; } img { display: block; width: 100%; height: auto; }
@@ -410,25 +413,56 @@ def aggregate_section(groups: list[Group], pictures: Pictures) -> str:
     )
 
 
-def page(title: str, runs: list[Run], notes: list[str], out: str, window: int | None, video_mb: float) -> str:
-    """The page as HTML; its pictures are written to the folder `out` too."""
-    groups, pictures = group_runs(runs), Pictures(out)
+def study_section(study: Study, pictures: Pictures) -> str:
+    """The page's part about a study of `cleanrl_utils.tune`."""
+    over = [", ".join(study.env_ids)] * (len(study.env_ids) > 1) + [f"{study.num_seeds} seeds"] * (study.num_seeds > 1)
+    text = f"{study.counts}. A trial's value is the {study.score} of a run's last {study.last_games} games"
+    text += f", the mean over {' and '.join(over)}." if over else "."
+    drawn = [
+        pictures.add(f"{slug(study.name)}-{name}", f"{study.name}: {alt}", lambda p, t, d=draw: d(p, study, t))  # type: ignore[misc]
+        for name, (alt, draw) in studies.pictures(study).items()
+    ]
+    parts = [
+        f"<h2 id=study-{slug(study.name)}>Study {html.escape(study.name)}</h2><p>{html.escape(text)}</p>",
+        f"<div class=pair>{''.join(drawn)}</div>",
+    ]
+    best = study.complete[:BEST]
+    if best:
+        names = [param.name for param in study.params]
+        rows = [["Trial", "Value", *names]]
+        rows += [
+            [str(t.number), number(t.value or 0.0, 3), *(studies.word(t.params[name]) for name in names)] for t in best
+        ]
+        head = f"The best {len(best)} trials" if len(best) > 1 else "The best trial"
+        parts.append(f"<h3>{head}</h3>{table(rows, 0)}<h3>The best command</h3><pre>{html.escape(study.best)}</pre>")
+    parts.append(
+        f"<p class=note>Runs of its trials are not among the others; python -m cleanrl_utils.report"
+        f" {html.escape(shlex.quote(study.folder))}/*/ shows them.</p>"
+    )
+    return "\n".join(parts)
+
+
+def page(args: Args, runs: list[Run], found: list[Study], notes: list[str]) -> str:
+    """The page as HTML; its pictures are written to the folder `args.out` too."""
+    groups, pictures = group_runs(runs), Pictures(args.out)
     games = curves.by_game(groups)
-    videos, left_out = choose_videos([run for group in groups for run in group.runs], video_mb)
-    links = "".join(f"<a href=#{slug(game)}>{html.escape(game)}</a>" for game in games)
+    videos, left_out = choose_videos([run for group in groups for run in group.runs], args.video_mb)
+    places = {slug(game): game for game in games} | {f"study-{slug(s.name)}": f"Study {s.name}" for s in found}
+    links = "".join(f"<a href=#{place}>{html.escape(name)}</a>" for place, name in places.items())
     counts = [(len(runs), "run"), (len({g.exp_name for g in groups}), "experiment"), (len(games), "game")]
-    steps = amount(sum(run.steps for run in runs))
-    lead = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts) + f", {steps} environment steps in all"
+    lead = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts)
+    lead += f", {amount(sum(run.steps for run in runs))} environment steps in all"
     problems = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     body = [
-        f"<header><h1>{html.escape(title)}</h1><p class=lead>{lead}</p>",
-        f"<nav>{links}</nav></header>" if len(games) > 1 else "</header>",
+        f"<header><h1>{html.escape(args.title)}</h1>" + f"<p class=lead>{lead}</p>" * bool(runs),
+        f"<nav>{links}</nav></header>" if len(places) > 1 else "</header>",
         f"<div class=problems>Not everything could be read:<ul>{problems}</ul></div>" if notes else "",
-        f"<h2>Scores</h2>{table(score_table(groups))}<p class=note>{html.escape(SOURCES)}</p>",
+        f"<h2>Scores</h2>{table(score_table(groups))}<p class=note>{html.escape(SOURCES)}</p>" if runs else "",
         aggregate_section(groups, pictures),
-        *(f"<section>{game_section(of_game, pictures, videos, window)}</section>" for of_game in games.values()),
+        *(f"<section>{game_section(of_game, pictures, videos, args.window)}</section>" for of_game in games.values()),
         f"<p class=note>{html.escape(left_out)}</p>" if left_out else "",
+        *(f"<section>{study_section(study, pictures)}</section>" for study in found),
         f"<footer class=note>Made {now} by cleanrl_utils.report. Nothing on this page comes from elsewhere.</footer>",
     ]
     policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'"
@@ -438,7 +472,7 @@ def page(title: str, runs: list[Run], notes: list[str], out: str, window: int | 
 <meta charset=utf-8>
 <meta name=viewport content="width=device-width, initial-scale=1">
 <meta http-equiv=Content-Security-Policy content="{policy}">
-<title>{html.escape(title)}</title>
+<title>{html.escape(args.title)}</title>
 <style>{CSS}</style>
 </head>
 <body>
@@ -455,13 +489,18 @@ def report(args: Args) -> str:
         if not os.path.exists(path):
             raise UsageError(f"{path}: does not exist")
     runs, notes = find_runs(args.paths, args.only)
+    found = studies.find_studies(args.paths, args.only, notes)
     for group in group_runs(runs):
         seeds = [run.seed for run in group.runs if run.seed is not None]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{group.exp_name}, {group.env_id}: {seeds.count(seed)} runs have seed {seed}")
     for note in notes:
         print(f"notice: {note}", file=sys.stderr)
-    if not runs:
+    for study in found:
+        print(
+            f"notice: {study.folder} is a study: its section shows its trials, whose runs are left out", file=sys.stderr
+        )
+    if not runs and not found:
         chosen = "" if args.only == "*" else f" with a name like {args.only}"
         raise UsageError(f"{' '.join(args.paths)}: no run with scalars{chosen}")
     for groups in curves.by_game(group_runs(runs)).values():
@@ -469,18 +508,19 @@ def report(args: Args) -> str:
     try:
         os.makedirs(args.out, exist_ok=True)
         path = os.path.join(args.out, "index.html")
-        text = page(args.title, runs, notes, args.out, args.window, args.video_mb)
+        text = page(args, runs, found, notes)
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
-        with open(os.path.join(args.out, "scores.md"), "w", encoding="utf-8") as file:
-            file.write(f"{markdown_table(score_table(group_runs(runs)))}\n\n{SOURCES}\n")
+        if runs:
+            with open(os.path.join(args.out, "scores.md"), "w", encoding="utf-8") as file:
+                file.write(f"{markdown_table(score_table(group_runs(runs)))}\n\n{SOURCES}\n")
     except OSError as error:
         raise UsageError(f"--out {args.out}: {error.strerror}") from None
     return path
 
 
 def report_and_say(args: Args) -> None:
-    print(f"wrote {report(args)}, the page; beside it scores.md and the pictures")
+    print(f"wrote {report(args)}, the page; beside it the pictures and the scores")
 
 
 def main(argv: list[str]) -> int:

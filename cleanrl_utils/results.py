@@ -143,15 +143,20 @@ def rebuild(out: str) -> list[str]:
     for game, of_game in curves.by_game(groups).items():
         width = curves.bin_widths(of_game, None)[0]
         picture = f"{report.slug(game)}.png"
-        curves.draw_curves(os.path.join(out, picture), of_game, "steps", width, curves.LIGHT)
-        lines += [f"## {game}", "", f"![{game}: episodic return over environment steps]({picture})", ""]
+        lines += [f"## {game}", ""]
+        if any(len(run.returns.steps) for group in of_game for run in group.runs):
+            curves.draw_curves(os.path.join(out, picture), of_game, "steps", width, curves.LIGHT)
+            lines += [f"![{game}: episodic return over environment steps]({picture})", ""]
         for run in (run for group in of_game for run in group.runs):
             folder = os.path.relpath(run.folder, out)
+            lines += [f"### {run.name}", ""]
             if len(run.returns.steps):
                 curves.draw_run(os.path.join(run.folder, "curve.png"), run, width)
+                lines += [f"![Every game of {run.name}]({folder}/curve.png)", ""]
+            else:
+                lines += ["No game has ended.", ""]
             facts = {k: v for k, v in run.facts.items() if k not in ("command", "note") and v}
             alone = curves.Group(run.env_id, run.exp_name, [run])
-            lines += [f"### {run.name}", "", f"![Every game of {run.name}]({folder}/curve.png)", ""]
             lines += [report.markdown_table(report.run_table([alone]), 1), ""]
             lines += [f"```bash\n{report.command(run)}\n```", ""] if report.command(run) else []
             lines += [" · ".join(f"{key} {value}" for key, value in facts.items()), ""]

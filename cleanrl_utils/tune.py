@@ -1,5 +1,6 @@
 """Search a training script's flags with Optuna: python -m cleanrl_utils.tune --help"""
 
+import contextlib
 import copy
 import csv
 import difflib
@@ -11,10 +12,11 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cleanrl_utils import studies
 from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError, require
 from cleanrl_utils.runs import (
     OWN_FLAGS,
@@ -30,10 +32,10 @@ from cleanrl_utils.runs import (
     words,
 )
 from cleanrl_utils.scores import RANDOM_AND_HUMAN, game_name
+from cleanrl_utils.studies import REPORTS, Param, Study
 
 EVERY = 0.2  # seconds between looks at the runs
 READ_EVERY = 1.0  # seconds between looks into an event file
-REPORTS = 20  # of each run to the pruner
 WARMUP = 4  # the first report of a run by which a trial can be pruned
 HEARTBEAT, GRACE = 10, 60  # seconds: how often a trial says that it lives, and after how long it is taken for dead
 PATIENCE = 60.0  # seconds that a pruned run has to end
@@ -80,32 +82,15 @@ class Args:
     """name of the study, and of its folder in runs/; the script's file name and "-tune" if not set"""
     storage: str = "sqlite:///runs/optuna.db"
     """where the study is: a database URL as SQLAlchemy takes it. SQLite is for one machine; several need a server, as
-    postgresql://user:password@host/database"""
+    postgresql+psycopg://user:password@host/database"""
 
 
 # === What the flags say ===============================================================================================
-@dataclass(frozen=True)
-class Param:
-    """A flag to search: `choices`, or a range."""
-
-    name: str
-    choices: tuple[Any, ...] = ()
-    low: float = 0
-    high: float = 0
-    log: bool = False
-
-    def suggest(self, trial: Any) -> Any:
-        if self.choices:
-            return trial.suggest_categorical(self.name, self.choices)
-        suggest = trial.suggest_int if isinstance(self.low, int) else trial.suggest_float
-        return suggest(self.name, self.low, self.high, log=self.log)
-
-
 def flag(name: str, value: Any) -> list[str]:
     """A trial's value as words of a command line; six digits of a number, so that people can read it."""
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", f"{value:.6g}" if isinstance(value, float) else str(value)]
+    return [f"--{name}", studies.word(value)]
 
 
 def parse_param(text: str) -> Param:
@@ -203,23 +188,42 @@ def make_pruner(startup_trials: int) -> Any:
     return Pruner(startup_trials)
 
 
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Whatever a database or its missing driver says is a usage error of one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        line = str(error).partition("\n")[0]
+        raise UsageError(f"--storage: {type(error).__name__}: {line}") from None
+
+
 def open_study(args: Args, name: str) -> Any:
     """The study, new or known. A usage error where the storage can't be used, or the study is another one."""
     import fcntl
 
     import optuna
+    import sqlalchemy
     from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     warnings.filterwarnings("ignore", "Heartbeat of storage is supposed")  # `search` records it
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder, sqlite = f"runs/{name}", args.storage.startswith("sqlite:///")
+    file = args.storage.removeprefix("sqlite:///").partition("?")[0]
+    with storage_errors():
+        sqlalchemy.create_engine(args.storage)  # opens nothing yet
+        if args.workers == 0:
+            known = optuna.get_all_study_names(args.storage) if os.path.exists(file) or not sqlite else []
+            require(name in known, "--study-name", name, "there is no such study yet")
     os.makedirs(folder, exist_ok=True)
     if sqlite:
-        os.makedirs(os.path.dirname(args.storage.removeprefix("sqlite:///")) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
     with open(f"{folder}/.lock", "w") as lock:  # two processes that make the same tables disturb each other
         fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+        with storage_errors():
             storage = RDBStorage(
                 args.storage,
                 engine_kwargs={"connect_args": {"timeout": 60}} if sqlite else {"pool_pre_ping": True},
@@ -253,11 +257,6 @@ def open_study(args: Args, name: str) -> Any:
             before = study.user_attrs.get("flags")
             if before is None:
                 study.set_user_attr("flags", given)
-        except UsageError:
-            raise
-        except Exception as error:  # whatever a database or its missing driver says
-            line = str(error).partition("\n")[0]
-            raise UsageError(f"--storage: {type(error).__name__}: {line}") from None
     for flag_, value in given.items():
         rule = f"the study {name} has {before and before[flag_]}; choose another --study-name"
         require(before in (None, given) or before[flag_] == value, flag_, value, rule)
@@ -474,6 +473,7 @@ def search(study: Any, args: Args, line: list[str], params: list[Param], flags: 
                 if how is not None:
                     work = active.pop(slot)
                     well = tell(work, how)
+                    keep(study, args, line, params)
                     good, bad = good + well, bad + (how not in ("complete", "pruned", "interrupted", "lost"))
                     asked = -1.0
                     if bad == GIVE_UP and not good:
@@ -484,6 +484,7 @@ def search(study: Any, args: Args, line: list[str], params: list[Param], flags: 
                     more = slot in active or wanted(study, args.num_trials)
                     if slot not in active and more:
                         active[slot] = ask(study, args, line, params, flags, place)
+                        keep(study, args, line, params)
             # Nothing to do: others may be at work, or dead, which shows after a while.
             idle = not active and not more
             late = time.monotonic() - began > GRACE + 3  # databases count whole seconds
@@ -502,31 +503,53 @@ def others_running(study: Any) -> bool:
 
 
 # === Results ==========================================================================================================
-def results(study: Any, args: Args, line: list[str]) -> bool:
+def keep(study: Any, args: Args, line: list[str], params: list[Param]) -> Study:
+    """Write the study to its folder, for reports, as it is now."""
+    import optuna
+    from optuna.trial import TrialState
+
+    trials = []
+    for trial in study.get_trials(deepcopy=False):
+        seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
+        reports = sorted(trial.intermediate_values.items())
+        about = [trial.user_attrs.get(name) for name in ("host", "failed")]
+        trials.append(studies.Trial(trial.number, state_of(trial), trial.value, seconds, trial.params, reports, *about))
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    importances, best = {}, ""
+    if len({trial.value for trial in complete}) > 1 and len(params) > 1:  # else nothing is more important
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its evaluator
+            importances = optuna.importance.get_param_importances(study)
+    if complete:
+        games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
+        chosen = [word for name, value in study.best_trial.params.items() for word in flag(name, value)]
+        best = shlex.join([*line, *games, *chosen])
+    score = "mean return" if None in parse_targets(args).values() else "normalised score"
+    given = f"runs/{study.study_name}", study.study_name, list(args.env_ids), args.num_seeds, args.last_games, score
+    kept = Study(*given, params, trials, importances, best)
+    studies.write_study(kept)
+    return kept
+
+
+def results(kept: Study) -> bool:
     """Print the best command line, and write trials.csv and the plots to the study's folder. False: no good trial."""
-    folder = f"runs/{study.study_name}"
-    trials = study.get_trials(deepcopy=False)
-    names = sorted({name for trial in trials for name in trial.params})
-    states = [state_of(trial) for trial in trials]
-    with open(f"{folder}/trials.csv", "w", newline="") as file:
+    from cleanrl_utils.curves import LIGHT
+
+    names = sorted({name for trial in kept.trials for name in trial.params})
+    with open(f"{kept.folder}/trials.csv", "w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["trial", "state", "value", "seconds", *names, "host", "why it failed"])
-        for trial, state in zip(trials, states, strict=True):
-            seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
+        for trial in kept.trials:
             params = [trial.params.get(name) for name in names]
-            about = [trial.user_attrs.get(name) for name in ("host", "failed")]
-            rows.writerow([trial.number, state, trial.value, seconds, *params, *about])
-    counted = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    print(f"{len(trials)} trials: {counted}; {folder}/trials.csv")
-    if "complete" not in states:
+            rows.writerow([trial.number, trial.state, trial.value, trial.seconds, *params, trial.host, trial.failed])
+    print(f"{kept.counts}; {kept.folder}/trials.csv")
+    if not kept.complete:
         return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about axes of one value
-        plots(study, folder, None in parse_targets(args).values())
-    best = study.best_trial
-    words_ = [word for name, value in best.params.items() for word in flag(name, value)]
-    games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
-    print(f"the best is trial {best.number}: {best.value:.6g}\n{shlex.join([*line, *games, *words_])}")
+    drawn = {f"{kept.folder}/{name}.png": draw for name, (_, draw) in studies.pictures(kept).items()}
+    for path, draw in drawn.items():
+        draw(path, kept, LIGHT)
+    print(f"plots: {', '.join(drawn)}")
+    print(f"the best is trial {kept.complete[0].number}: {kept.complete[0].value:.6g}\n{kept.best}")
     return True
 
 
@@ -534,35 +557,6 @@ def state_of(trial: Any) -> str:
     """Its state; Optuna counts also those as failed that were interrupted, and repeated later."""
     name = trial.state.name.lower()
     return name if name != "fail" else "failed" if "failed" in trial.user_attrs else "interrupted"
-
-
-def plots(study: Any, folder: str, one_game: bool) -> None:
-    """Optuna's plots as PNG files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import numpy as np
-    from matplotlib import pyplot
-    from optuna.trial import TrialState
-    from optuna.visualization import matplotlib as figures
-
-    name = "mean return" if one_game else "normalized score"
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    drawn: dict[str, Any] = {
-        "history": figures.plot_optimization_history(study, target_name=name),
-        "slices": figures.plot_slice(study, target_name=name),
-        "intermediate_values": figures.plot_intermediate_values(study),
-    }
-    drawn["history"].legend(loc="best")  # Optuna's is beside the axes, and leaves them little room
-    drawn["intermediate_values"].set(xlabel=f"report, {REPORTS} of each run", ylabel=name)
-    if len({trial.value for trial in complete}) > 1:  # of one value nothing is important
-        drawn["importances"] = figures.plot_param_importances(study)
-        drawn["importances"].get_legend().remove()
-    for file, axes in drawn.items():
-        figure = np.ravel(axes)[0].figure
-        figure.savefig(f"{folder}/{file}.png", dpi=120, bbox_inches="tight")
-        pyplot.close(figure)
-    print(f"plots: {', '.join(f'{folder}/{file}.png' for file in drawn)}")
 
 
 def main(args: Args) -> int:
@@ -581,7 +575,7 @@ def main(args: Args) -> int:
     try:
         study = open_study(args, study_name(args, line))
         code = search(study, args, line, params, flags) if args.workers else 0
-        good = results(study, args, line)
+        good = results(keep(study, args, line, params))
     except StorageInternalError as error:
         cause = str(error.__cause__ or error).partition("\n")[0]
         raise Fault(f"the storage has failed: {cause}; the same command line continues the study") from None

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, MULTI, ROOT, SMALL, alive, children, command, final, free_port, kill_group, wait_until
+from conftest import BIN, MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, free_port, kill_group, wait_until
 
+import ppo_atari
 from cleanrl_utils import process
 from cleanrl_utils.config import UsageError
 
@@ -239,6 +240,26 @@ def test_ctrl_c_alone_is_130_without_a_traceback(folder):
         assert events_are_readable(folder) >= 1
     finally:
         kill_group(job)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, monkeypatch, capsys):
+    def stopped_before(args, on_exit):
+        os.kill(os.getpid(), number)
+
+    def stopped_after(args, on_exit):
+        process.StopSignal()
+        on_exit.callback(os.kill, os.getpid(), number)
+
+    monkeypatch.setattr("sys.argv", [SINGLE])
+    for main, says in (
+        (stopped_before, "before the training began: there is"),
+        (stopped_after, "after the training, "),
+    ):
+        monkeypatch.setattr(process.StopSignal, "received", [])
+        assert folder.here(process.run, main, ppo_atari.Args, SINGLE) == code
+        err = capsys.readouterr().err
+        assert err.startswith(f"stopped {says}") and err.count("\n") == 1, err
 
 
 def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):

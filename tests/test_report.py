@@ -22,7 +22,7 @@ from PIL import Image
 
 import ppo_atari
 import ppo_atari_multigpu
-from cleanrl_utils import curves, report, results
+from cleanrl_utils import curves, report, results, studies
 from cleanrl_utils.config import parse
 from cleanrl_utils.events import LENGTH, RETURN, Series, find_runs, read_events, read_records
 
@@ -400,6 +400,73 @@ def test_the_page(project, tmp_path, capsys):
     assert lines[1].count("---:") == 7 and "docs.cleanrl.dev" in lines[-1]
 
 
+def make_study(root, states=("complete", "pruned", "complete", "running"), params=("lr", "steps", "anneal")):
+    """A study in runs/, whose trials have a run each on Pong; those that are complete have their number as value."""
+    spaces = {"lr": dict(low=1e-5, high=1e-2, log=True), "steps": dict(choices=("64", "128"))}
+    spaces |= {"anneal": dict(choices=(True, False)), "epochs": dict(low=1, high=8)}
+    values = {"lr": 1e-3, "steps": "128", "anneal": False, "epochs": 3}
+    trials = []
+    for number, state in enumerate(states):
+        make_run(root / "runs" / "<search>", number, [(50, 1.0)], exp_name=f"search-{number:04}")
+        reports = [(1, 0.5), (2, float(number))][: 2 if state == "complete" else 1]
+        value = float(number) if state in ("complete", "pruned") else None
+        chosen = {name: values[name] for name in params}
+        trials.append(studies.Trial(number, state, value, 1.5, chosen, reports, "host", None))
+    found = [studies.Param(name, **spaces[name]) for name in params]
+    importances = {"lr": 0.75, "steps": 0.25} if len(params) > 1 and "complete" in states else {}
+    folder = str(root / "runs" / "<search>")
+    about = folder, "<search>", ["PongNoFrameskip-v4"], 2, 50, "mean return"
+    study = studies.Study(*about, found, trials, importances, "python mine.py --lr 0.001")
+    studies.write_study(study)
+    return study
+
+
+def test_a_study_has_a_section_and_its_runs_none(tmp_path, capsys):
+    """Its plots, light and dark, its best trials and their command; its runs are shown where they are asked for."""
+    study = make_study(tmp_path)
+    assert studies.read_study(study.folder) == study
+    make_run(tmp_path / "runs", 1, [(100, 1.0), (200, 2.0)])
+    out = tmp_path / "out"
+    assert report.main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+    said = f"notice: {study.folder} is a study: its section shows its trials, whose runs are left out\n"
+    assert capsys.readouterr().err == said
+    text = (out / "index.html").read_text()
+    page = Page(text)
+    assert page.open == [] and "search-000" not in text and "<search>" not in text and "1 run, 1 experiment" in text
+    assert "4 trials: 2 complete, 1 pruned, 1 running. A trial&#x27;s value is the mean return of a run&#x27;s" in text
+    assert "#study-search" in page.links and "python mine.py --lr 0.001" in page.cells
+    row = page.cells.index("2.000")
+    assert page.cells[row - 1 : row + 4] == ["2", "2.000", "0.001", "128", "false"]
+    names = sorted(name for name in os.listdir(out) if name.startswith("search-"))
+    assert names == [f"search-{name}.png" for name in ("history", "importances", "intermediate_values", "slices")]
+    pictures = [link for link in page.links if link.startswith("data:image")]
+    assert len(pictures) == 2 * (3 + 4)  # curves over steps and time, losses; the study's
+
+    runs, _ = find_runs(sorted(str(path) for path in Path(study.folder).glob("*/")))
+    assert [run.exp_name for run in runs] == [f"search-{number:04}" for number in range(4)]
+    assert report.main([study.folder, "--out", str(out)]) == 0  # alone
+    assert "<h2>Scores" not in (out / "index.html").read_text()
+    assert report.main([str(tmp_path / "runs"), "--only", "Pong*", "--out", str(out)]) == 0
+    assert "search" not in (out / "index.html").read_text()
+
+
+@pytest.mark.parametrize("states, params", [(("complete",), ("epochs",)), (("running", "failed"), ("lr", "anneal"))])
+def test_a_study_that_has_just_begun(tmp_path, states, params):
+    study = make_study(tmp_path, states, params)
+    assert report.main([study.folder, "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "index.html").read_text().count("<img") == 3 * ("complete" in states)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"params": [], "trials": [{"reports": 1}]}'])
+def test_a_study_that_can_not_be_read_is_a_line(tmp_path, damage, capsys):
+    study = make_study(tmp_path)
+    make_run(tmp_path / "runs", 1, [(100, 1.0)])
+    (Path(study.folder) / "study.json").write_text(damage)
+    assert report.main([str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"notice: {study.folder}/study.json can't be read: ") and err.count("\n") == 1, err
+
+
 def test_the_order_of_videos(tmp_path):
     """Of an evaluation, the latest game, the first; wherever runs/ is, also of runs in folders."""
     run = read_events(make_run(tmp_path / "runs" / "grid", 1, [(1, 1.0)]))
@@ -547,6 +614,16 @@ def test_a_kept_run_gives_the_same_report(project, tmp_path, capsys):
         with mock.patch("time.time", lambda: START):
             assert results.main([*again, "--out", str(tmp_path / "kept")]) == 0
         assert {path: path.read_bytes() for path in files} == files
+
+
+def test_a_kept_run_in_which_no_game_has_ended(tmp_path):
+    run = write(tmp_path / "runs" / "PongNoFrameskip-v4__mine__1__1", [(LOSS, 100, 10, 1.0)])
+    assert results.main([run, "--out", str(tmp_path / "kept")]) == 0
+    page = (tmp_path / "kept" / "README.md").read_text()
+    assert (
+        "](" not in page and "No game has ended." in page and f"| PongNoFrameskip-v4 | mine | {report.NONE} |" in page
+    )
+    assert not list((tmp_path / "kept").rglob("*.png"))
 
 
 def test_long_runs_are_thinned():

@@ -12,7 +12,7 @@ import test_benchmark
 from conftest import ROOT, alive, children, kill_group, wait_until
 from optuna.trial import TrialState
 
-from cleanrl_utils import runs, tune
+from cleanrl_utils import runs, studies, tune
 
 here = test_benchmark.here
 FAKE = f"python {ROOT / 'tests' / 'fake_training.py'} --events"
@@ -96,6 +96,10 @@ def test_a_study(folder, here, quick):
     for plot in ("history", "slices", "intermediate_values", "importances"):
         png = (folder.path / "runs" / STUDY / f"{plot}.png").read_bytes()
         assert png.startswith(b"\x89PNG") and len(png) > 5000, plot
+    kept = studies.read_study(f"{folder.path}/runs/{STUDY}")
+    assert [trial.value for trial in kept.complete] == [study.trials[1].value, study.trials[0].value]
+    assert {*kept.importances} == {"quality", "optimizer"} and kept.best == best[:-1]
+    assert kept.trials[0].reports == [*reports.items()] and kept.trials[2].state == "pruned"
     rows = list(csv.DictReader((folder.path / "runs" / STUDY / "trials.csv").open()))
     assert [row["state"] for row in rows] == ["complete", "complete", "pruned", "failed"]
     assert float(rows[1]["value"]) == study.best_value and rows[3]["why it failed"].startswith("exit code 1, log ")
@@ -170,7 +174,7 @@ def test_a_trial_that_another_tuner_has_taken(folder):
     finally:
         kill_group(job)
     assert "trial 0 was taken for dead by another process, which goes on with it\n" in said
-    assert job.returncode == 1 and "1 trials: 1 interrupted; " in output
+    assert job.returncode == 1 and "1 trial: 1 interrupted; " in output
 
 
 def test_a_script_that_always_fails(folder, here, quick):
@@ -246,9 +250,10 @@ BAD = {
     "--params quality=1..2 --target-scores B=1..2": "--target-scores B=1..2: must be GAME=LOW..HIGH with one of",
     "--params quality=1..2 --target-scores A=1": "--target-scores A=1: the range must be LOW..HIGH",
     "--params quality=1..2 --storage nowhere": "--storage: ",
-    "--params quality=1..2 --storage postgresql://h/d": "--storage: ImportError: Failed to import DB access module",
+    "--params quality=1..2 --storage postgresql://h/d": "--storage: ModuleNotFoundError: No module named 'psycopg'",
     "--params quality=1..2 --env-ids A B": "--target-scores: no human's score of A is known",
     "--params quality=1..2 --env-ids": "--env-ids: needs a game",
+    "--params quality=1..2 --workers 0": f"--study-name {STUDY}: there is no such study yet",
     "--params quality=1..2 --last-games 0": "--last-games 0: must be above 0",
 }
 
@@ -264,6 +269,7 @@ def test_bad_command_lines(flags, says, tmp_path, monkeypatch, capsys):
     assert runs.tool(tune.main, tune.Args, given) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
+    assert os.listdir(tmp_path) == []
 
 
 def test_without_its_extra(tmp_path, monkeypatch, capsys):
