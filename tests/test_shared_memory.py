@@ -47,5 +47,5 @@ def test_sums_over_processes(folder, nproc, why):
     (folder.path / "sums.py").write_text(SUMS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
     done = folder.run([*torchrun, "sums.py", *filter(None, [why])], PYTHONPATH=str(ROOT))
-    assert done.stdout.split() == ["equal"] * nproc
+    assert done.stdout.count("equal") == nproc
     assert done.stderr.count("notice: no memory that the processes can share") == (3 if why == "full" else 0)
