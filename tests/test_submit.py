@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import MULTI, ROOT, Folder, command, final, wait_until
 
-from cleanrl_utils import launch, submit_exp
+from cleanrl_utils import launch, runs, submit_exp
 from cleanrl_utils.config import Fault, UsageError
 from cleanrl_utils.submit import aws, kubernetes, local, slurm, spec, watch
 from cleanrl_utils.submit.spec import Status
@@ -72,13 +72,13 @@ def test_a_command_is_split_as_a_shell_would_and_refused_where_only_a_shell_coul
         "--x `date`",
         "\nls",
     ):
-        with pytest.raises(UsageError, match="without shell syntax"):
+        with pytest.raises(UsageError, match="--command: runs without a shell, which `"):
             spec.split_command(f"python a.py {shell}")
     for wrapped in ("torchrun a.py", "KEY=1 python a.py", "python -m a", "poetry run python a.py", "python", ""):
         with pytest.raises(UsageError, match=r"must be `python SCRIPT.py"):
             spec.split_command(wrapped)
     for flag in ("--seed 3", "--run_name x", "--resume", "--checkpoint-dir=x"):
-        with pytest.raises(UsageError, match="which submit_exp adds"):
+        with pytest.raises(UsageError, match=r"must be without --[a-z-]+, which each run gets from here"):
             spec.split_command(f"python a.py {flag}")
     with pytest.raises(UsageError, match="No closing quotation"):
         spec.split_command("python a.py '")
@@ -102,6 +102,7 @@ def test_processes_and_sizes_follow_from_the_gpus():
         (["--num-gpu", 1], []),
         (["--num-gpu", 2], ["--standalone", "--nproc_per_node=2"]),
         (["--num-processes", 3], ["--standalone", "--nproc_per_node=3"]),
+        (["--num-processes", 3, "--num-gpu", 2], ["--standalone", "--nproc_per_node=3"]),  # these share them
         (["--num-gpu", 8, "--num-nodes", 2], ["--nproc_per_node=8"]),
         (["--num-nodes", 2], ["--nproc_per_node=1"]),
     ):
@@ -179,6 +180,9 @@ REFUSED = [
     ("aws", ["--execution-role-arn", "me"], "--execution-role-arn me: must be the ARN of an IAM role"),
     ("aws", ["--job-queue", "a b"], "--job-queue a b: must be a queue's name or ARN"),
     ("aws", ["--shm-size", 8000], "--shm-size 8000: must be below --num-memory 8000"),
+    ("aws", ["--num-memory", 1], "--num-memory 1: must be 300 or more for each of 1 process(es)"),
+    ("slurm", ["--num-memory", 599, "--num-processes", 2], "--num-memory 599: must be 300 or more for each of 2"),
+    ("kubernetes", ["--num-gpu", 3, "--num-processes", 2], "--num-gpu 3: --num-processes 2 would leave 1 of them idle"),
     ("aws", ["--docker-tag", "Me/X:1"], "--docker-tag Me/X:1: must be an image"),
     ("aws", ["--env", "X=" + "y" * 9000], "must fit in 8192"),
     ("aws", ["--namespace", "x"], "--namespace x: applies to --provider kubernetes only"),
@@ -202,6 +206,7 @@ REFUSED = [
     ("docker", ["--checkpoint-dir", "a:b"], "a:b: must be without a colon"),
     ("kubernetes", ["--command", "python ppo_atari.py", "--num-processes", 2], "ppo_atari.py is one process"),
     ("docker", ["--job-queue", "x"], "--job-queue x: has no effect on this machine"),
+    ("local", ["--num-seed", 2, "--num-vcpu", 9999], "--num-vcpu 9999: this machine has "),
     ("local", ["--num-memory", 100], "--num-memory 100: limits nothing without a container"),
     ("local", ["--num-retries", 2, "--checkpoint-dir", "x"], "--num-retries 2: has no effect on this machine"),
 ]
@@ -466,6 +471,13 @@ def test_docker_takes_the_key_by_name_and_keeps_the_user(tmp_path, monkeypatch):
         "--nproc_per_node=2",
     ]
     assert "--cpus" not in words and "--checkpoint-dir" not in words
+    shares = [",".join(map(str, cores)) for cores in runs.deal(runs.cores(), 2)]
+    assert [each["argv"][each["argv"].index("--cpuset-cpus") + 1] for each in (one, two)] == shares
+    (job,) = rendered("docker", "--num-vcpu", 1)
+    assert ("--cpuset-cpus", str(runs.cores()[0])) in itertools.pairwise(job["argv"])
+    monkeypatch.setattr(runs, "cores", list)  # a Mac
+    (job,) = rendered("docker", "--num-vcpu", 3)
+    assert ("--cpus", "3") in itertools.pairwise(job["argv"]) and "--cpuset-cpus" not in job["argv"]
 
 
 def test_the_image_is_built_and_pushed_first(submit, tmp_path, monkeypatch):
@@ -586,7 +598,7 @@ def test_what_has_failed_is_retried_as_the_same_run(submit, tmp_path):
     assert done.code == 0 and f"sent {failed['name']}" in done.out and fine["name"] not in done.out
     assert submit("watch", record["submission"]).code == 0
     assert done.records[0]["jobs"][1]["earlier_handles"] == [failed["handle"]]
-    assert spec.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
+    assert runs.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
 
 
 @pytest.mark.slow
@@ -596,15 +608,15 @@ def test_a_cancelled_run_is_continued_to_the_same_weights(submit, tmp_path):
     words += " --checkpoint-every 1 --total-timesteps 2560"
     (record,) = submit("--provider", "local", "--command", f"python {MULTI} {words}", "--num-processes", 2).records
     handle = record["jobs"][0]["handle"]
-    wait_until(lambda: "checkpoint: " in spec.tail(handle["log"]), 120, "it trains")
+    wait_until(lambda: "checkpoint: " in runs.tail(handle["log"]), 120, "it trains")
     submit("cancel", record["submission"])
     wait_until(lambda: local.status(handle).state != "running", 60, "it ends")
     assert local.status(handle) == Status("failed", reason="exit code 75")
-    assert "stopped after iteration" in spec.tail(handle["log"])
+    assert "stopped after iteration" in runs.tail(handle["log"])
     assert submit("retry", record["submission"]).code == 0
     assert submit("watch", record["submission"]).code == 0
     alone = Folder(tmp_path).run(command(MULTI, *words.split(), nproc=2))
-    assert final(spec.tail(handle["log"])) == final(alone.stdout)
+    assert final(runs.tail(handle["log"])) == final(alone.stdout)
 
 
 def test_a_pid_that_was_given_away_is_not_the_job(tmp_path):
@@ -644,17 +656,19 @@ def test_the_same_submission_sends_what_is_missing(submit, tmp_path, monkeypatch
     assert all(submit("watch", each["submission"]).code == 0 for each in submit("status", record["submission"]).records)
 
 
-def test_more_jobs_than_gpus_are_refused(submit, tmp_path, monkeypatch):
+def test_jobs_share_the_machine_and_more_than_it_has_gpus_are_refused(submit, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: X'; echo 'GPU 1: X'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "a.py").write_text("import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    source = "import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], *sorted(os.sched_getaffinity(0)))\n"
+    (tmp_path / "a.py").write_text(source)
     words = ["--provider", "local", "--command", "python a.py", "--num-gpu", 1]
     done = submit(*words, "--num-seed", 3)
     assert done.code == 1 and "3 job(s) take 3 GPU(s), this machine has 2" in done.err and done.records == []
     (record,) = submit(*words, "--num-seed", 2, "--watch").records
-    logs = [spec.tail(job["handle"]["log"]) for job in record["jobs"]]
-    assert logs == ["sees 0", "sees 1"]
+    logs = [runs.tail(job["handle"]["log"]) for job in record["jobs"]]
+    assert logs == [" ".join(map(str, [i, *cores])) for i, cores in enumerate(runs.deal(runs.cores(), 2))]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert "this machine has 1" in submit(*words, "--num-seed", 2, "--again").err
     assert "CUDA_VISIBLE_DEVICES=5 " in submit(*words, "--dry-run").out
@@ -944,7 +958,7 @@ def test_watch_asks_again_shows_changes_and_ends(capfd):
             raise answer
         return answer
 
-    logs = {"a": "step 1/10  SPS 3  left 0:00:03  mean return n/a", "b": "x\nTraceback"}
+    logs = {"a": "step 1/10  SPS 3  left 0:00:03  mean return -", "b": "x\nTraceback"}
     provider = SimpleNamespace(statuses=statuses, log=lambda handle: logs[handle["id"]])
     jobs = [{"name": name, "handle": {"id": name}} for name in "ab"]
     record = {"submission": "s", "provider": "local", "jobs": [*jobs, {"name": "c", "handle": None}]}
