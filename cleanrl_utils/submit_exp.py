@@ -22,7 +22,7 @@ import tyro
 from cleanrl_utils import EXIT_INTERRUPTED
 from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError, flag_name, parse, require
 from cleanrl_utils.runs import Place, experiment
-from cleanrl_utils.submit import local, watch
+from cleanrl_utils.submit import local, script, watch
 from cleanrl_utils.submit import record as records
 from cleanrl_utils.submit import spec as common
 from cleanrl_utils.submit.spec import JobSpec
@@ -334,6 +334,7 @@ def submit(argv: list[str]) -> int:
     submission = f"{common.short_name(experiment(common.split_command(args.command)), 50)}-{secrets.token_hex(4)}"
     specs = make_specs(args, submission)
     common.check_secrets(json.dumps(argv), args.wandb_secret)
+    script.check(specs)
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):

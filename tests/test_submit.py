@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import MULTI, ROOT, Folder, command, final, wait_until
+from conftest import MULTI, ROOT, SINGLE, Folder, command, final, wait_until
 
 from cleanrl_utils import launch, runs, submit_exp
 from cleanrl_utils.config import Fault, UsageError
-from cleanrl_utils.submit import aws, kubernetes, local, slurm, spec, watch
+from cleanrl_utils.submit import aws, kubernetes, local, script, slurm, spec, watch
 from cleanrl_utils.submit.spec import Status
 
 KEY = "sentinel-" + "7" * 77  # as long as today's W&B keys
@@ -32,7 +32,7 @@ def submit(tmp_path, monkeypatch, capfd):
     """Calls the command line in a folder of its own; returns its exit code, what it printed, and its records."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    shutil.copy(ROOT / "ppo_atari_multigpu.py", tmp_path)
+    (tmp_path / "ppo_atari_multigpu.py").write_text("")  # of the real one submit_exp would ask the flags: seconds
 
     def call(*words):
         code = submit_exp.main(list(map(str, words)))
@@ -242,6 +242,37 @@ def test_the_command_line_itself(submit):
     ):
         done = submit(*words)
         assert done.code == 2 and error in done.err and done.err.count("\n") == 1 and KEY not in done.err, words
+
+
+def test_the_script_is_asked_whether_it_takes_the_flags(submit, tmp_path, capfd):
+    shutil.copy(ROOT / "ppo_atari.py", tmp_path)
+    line = ["--provider", "docker", "--docker-tag", "x", "--command"]
+    done = submit(*line, "python ppo_atari.py --total-timestep 64")
+    assert done.code == 2 and done.out == "" and not (tmp_path / "submissions").exists()
+    assert done.err.startswith(
+        "error: --command: ppo_atari.py, as it is here, refuses it: Unrecognized options: --total"
+    )
+    assert done.err.count("\n") == 1 and "perhaps you meant --total-timesteps" in done.err
+
+    own = ["--seed", "1", "--run-name", "x", "--resume", "--checkpoint-dir", "s3://b"]  # which submit_exp adds
+    for flags, code, error in (
+        (["--gamma", "0.9", "--track"], 0, ""),
+        (["--gamma", "2"], script.REFUSED, "--gamma 2.0: must be between 0 and 1\n"),
+        (["--env-id", "Pnog-v5"], script.REFUSED, "--env-id Pnog-v5: must be an Atari game"),
+        (["--total-num-envs", "4"], script.REFUSED, "Unrecognized options: --total-num-envs"),
+    ):
+        assert script.ask("ppo_atari.py", [own, [*flags, *own]]) == code, flags
+        assert capfd.readouterr().err.startswith(error), flags
+
+    parts = "class Agent: ...\nclass Args: ...\ndef make_env(): ...\n"
+    for source, why in (
+        (f"import only_the_image_has_it\n{parts}", "ModuleNotFoundError: No module named 'only_the_image_has_it'"),
+        (parts.replace("Args", "Flags"), "it defines no Args"),
+    ):
+        (tmp_path / "other.py").write_text(source)
+        done = submit(*line, "python other.py --anything", "--dry-run")
+        assert done.code == 0, done.err
+        assert done.err.startswith(f"notice: the flags of other.py were not checked: {why}\n")
 
 
 def test_help_is_quick_and_needs_no_extra():
@@ -604,6 +635,7 @@ def test_what_has_failed_is_retried_as_the_same_run(submit, tmp_path):
 @pytest.mark.slow
 def test_a_cancelled_run_is_continued_to_the_same_weights(submit, tmp_path):
     """Real training on two processes, cancelled and retried, is the run that was left alone."""
+    shutil.copy(ROOT / MULTI, tmp_path)
     words = "--total-num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --num-threads 1"
     words += " --checkpoint-every 1 --total-timesteps 2560"
     (record,) = submit("--provider", "local", "--command", f"python {MULTI} {words}", "--num-processes", 2).records
@@ -996,8 +1028,16 @@ def test_kubernetes_and_slurm_statuses(tmp_path):
 
 
 def test_the_commands_of_the_page_are_valid(submit, tmp_path, monkeypatch):
-    """Each is run with --dry-run."""
-    shutil.copy(ROOT / "ppo_atari.py", tmp_path)
+    """Each is run with --dry-run, and the scripts are asked, in this process."""
+    for name in (SINGLE, MULTI):
+        shutil.copy(ROOT / name, tmp_path)
+    asked = []
+
+    def run(line, **options):
+        asked.append(line[3])
+        return SimpleNamespace(returncode=script.ask(line[3], json.loads(line[4])), stderr="")
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=run, DEVNULL=None, TimeoutExpired=TimeoutError))
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".wandb-key").write_text("x")
     (tmp_path / ".wandb-key").chmod(0o600)
@@ -1009,3 +1049,4 @@ def test_the_commands_of_the_page_are_valid(submit, tmp_path, monkeypatch):
     for line in commands:
         done = submit(*shlex.split(os.path.expandvars(line)), "--dry-run")
         assert done.code == 0 and "nothing was sent" in done.err, (line, done.err)
+    assert len(asked) == len(commands) and {*asked} == {SINGLE, MULTI}
