@@ -39,7 +39,7 @@ from cleanrl_utils.config import Fault, UsageError, parse, require
 OWN_FLAGS = ("--env-id", "--seed", "--exp-name", "--run-name", "--resume")  # given by the tools
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PROBE_LIMIT = 120.0  # seconds for a script's --help
-LINE = re.compile(r"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (\S+)")
+LINE = re.compile(r"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (-?[\d.]+|-)(?!\S)")
 _libc = ctypes.CDLL(None)
 
 

@@ -271,6 +271,8 @@ def test_the_table(tmp_path, monkeypatch):
     running.state, failed.state, running.place = "running", "failed", runs.places(1)[0]
     running._began = runs.time.monotonic() - 60
     assert running.progress == runs.Progress(16384, 65536, 350, 140.0, -20.1)
+    assert runs.progress("step 1/2  SPS 3  left 0:00:01  mean return -").mean_return is None
+    assert runs.progress("step 1/2  SPS 3  left 0:00:01  mean return n/a") is runs.progress("") is None
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(benchmark.Table(2).table([running, waiting, failed], 40))
     text = console.export_text()
