@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,11 @@ def mounts_below(folder):
 
 
 @pytest.fixture(scope="module")
-def docker(tmp_path_factory):
+def docker():
     """PATH with a `docker` that knows IMAGE, freshly built from the Dockerfile."""
     if os.geteuid() != 0 or not all(map(shutil.which, TOOLS)):
         pytest.skip(f"needs root, and {', '.join(TOOLS)}: make test-cloud")
-    folder = tmp_path_factory.mktemp("docker")
+    folder = Path(tempfile.mkdtemp())  # podman takes 50 characters, which pytest's own reach at its tenth run
     base, wheels = folder / "base", folder / "wheels"
     driver = storage_driver(folder / "try")
     storage = f"--root {folder}/storage --runroot {folder}/run --storage-driver {driver}"
