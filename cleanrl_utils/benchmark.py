@@ -15,7 +15,6 @@ from cleanrl_utils import EXIT_PREEMPTED
 from cleanrl_utils.config import NonNegative, Positive, require
 from cleanrl_utils.runs import (
     Place,
-    Progress,
     Run,
     StopRequest,
     clock,
@@ -184,7 +183,7 @@ class Lines:
             return f": {run.how_it_ended}, log {run.log}"
         now = run.progress
         if run.state in ("finished", "interrupted") and now:
-            return f"  {clock(run.seconds)}, step {now.step}/{now.total}, mean return {mean(now)}"
+            return f"  {clock(run.seconds)}, step {now.step}/{now.total}, mean return {now.shown_return}"
         return ""
 
     def close(self) -> None:
@@ -224,7 +223,9 @@ class Table(Lines):
         for run in runs if fits else [run for run in runs if run.state in ("running", "stopping", "failed")]:
             now = run.progress
             said = (
-                [f"{100 * now.step // now.total} % of {now.total:,}", f"{now.sps:,}", mean(now)] if now else ["-"] * 3
+                [f"{100 * now.step // now.total} % of {now.total:,}", f"{now.sps:,}", now.shown_return]
+                if now
+                else ["-"] * 3
             )
             time_taken = clock(run.seconds) if run.place else ""
             left = clock(now.left) if now and run.state == "running" else ""
@@ -241,10 +242,6 @@ def counts(runs: list[Run]) -> str:
     states = dict.fromkeys(run.state for run in runs)
     found = ", ".join(f"{sum(run.state == state for run in runs)} {state}" for state in states)
     return f"{len(runs)} runs: {found}"
-
-
-def mean(now: Progress) -> str:
-    return "-" if now.mean_return is None else f"{now.mean_return:.1f}"
 
 
 def time_left(runs: list[Run], workers: int) -> str:

@@ -25,8 +25,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from types import FrameType
@@ -38,29 +39,38 @@ from cleanrl_utils.config import Fault, UsageError, parse, require
 OWN_FLAGS = ("--env-id", "--seed", "--exp-name", "--run-name", "--resume")  # given by the tools
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PROBE_LIMIT = 120.0  # seconds for a script's --help
-LINE = re.compile(rb"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (\S+)")
+LINE = re.compile(r"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (-?[\d.]+|-)(?!\S)")
 _libc = ctypes.CDLL(None)
 
 
 # === Commands =========================================================================================================
-def words(command: str) -> list[str]:
-    """The words of a command line; a usage error where only a shell could run it."""
+def split(command: str, own_flags: Sequence[str]) -> list[str]:
+    """The words of a command line; a usage error where only a shell could run it, or where it has one of `own_flags`.
+
+    The error names the word at fault and not the command, in which somebody may have written a key.
+    """
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
-        operators = [word for word in lexer if word and not word.strip("();<>|&")]
-        found = shlex.split(command)
+        found = list(lexer)
     except ValueError as error:
-        raise UsageError(f"--command {command}: {error}") from None
+        raise UsageError(f"--command: {error}") from None
+    shell = [word for word in found if word and not word.strip("();<>|&")]
+    shell += re.findall(r"`|\$\S*", command) + ["\\n"] * ("\n" in command.strip())
+    rule = f"runs without a shell, which `{shell[0] if shell else ''}` needs; put that into a script of its own"
+    require(shell == [], "--command", "", rule)
+    for word in found:
+        flag = word.partition("=")[0].replace("_", "-")
+        require(flag not in own_flags, "--command", "", f"must be without {flag}, which each run gets from here")
+    return found
+
+
+def words(command: str) -> list[str]:
+    """The words of a command line that can be run here."""
+    found = split(command, OWN_FLAGS)
     require(found != [], "--command", repr(command), "must be a command line")
-    operators += re.findall(r"`|\$[\w{(]\S*", command)
-    rule = f"runs without a shell, which `{operators[0] if operators else ''}` needs; put that into a script of its own"
-    require(operators == [], "--command", command, rule)
     rule = f"set {found[0]} before `python -m ...`; the runs inherit it"
     require(re.match(r"[A-Za-z_]\w*=", found[0]) is None, "--command", command, rule)
-    flags = {flag.partition("=")[0].replace("_", "-") for flag in found}
-    for flag in OWN_FLAGS:
-        require(flag not in flags, "--command", command, f"must be without {flag}, which each run gets from here")
     require(shutil.which(program(found)[0]) is not None, "--command", command, f"there is no program {found[0]}")
     script = _script(found)
     there = script is None or os.path.exists(found[script])
@@ -128,20 +138,26 @@ def own_flags(flags: set[str], env_id: str, seed: int, exp_name: str, run_name: 
 class Place:
     """What a run may use of the machine."""
 
-    cores: tuple[int, ...]
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; () where the machine has none
+    cores: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them; () where the machine has none
 
     def __str__(self) -> str:
-        return f"cores {_ranges(self.cores)}" + f", GPU {','.join(self.gpus)}" * bool(self.gpus)
+        parts = [f"cores {_ranges(self.cores)}" * bool(self.cores), f"GPU {','.join(self.gpus)}" * bool(self.gpus)]
+        return ", ".join(filter(None, parts))
 
 
 def places(workers: int) -> list[Place]:
     """The cores and GPUs that this process may use, dealt out; more workers than there are share them in turn."""
-    cores = sorted(os.sched_getaffinity(0))
-    return [Place(c, g) for c, g in zip(_deal(cores, workers), _deal(_gpus(), workers), strict=True)]
+    return [Place(c, g) for c, g in zip(deal(cores(), workers), deal(gpus(), workers), strict=True)]
 
 
-def _gpus() -> list[str]:
+def cores() -> list[int]:
+    """The cores that this process may use; none where no system tells: a Mac, which can only send jobs."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]
@@ -152,7 +168,8 @@ def _gpus() -> list[str]:
     return [str(i) for i in range(len(re.findall(r"^GPU \d+:", listed, re.M)))]
 
 
-def _deal(items: list[Any], workers: int) -> list[tuple]:
+def deal(items: list[Any], workers: int) -> list[tuple]:
+    """Equal shares of the items, or one each in turn where there are fewer than workers."""
     if len(items) < workers:
         return [(items[i % len(items)],) if items else () for i in range(workers)]
     ends = [len(items) * i // workers for i in range(workers + 1)]
@@ -183,6 +200,34 @@ class Progress:
     sps: int
     left: float  # seconds
     mean_return: float | None
+
+    @property
+    def shown_return(self) -> str:
+        return "-" if self.mean_return is None else f"{self.mean_return:.1f}"
+
+
+def progress(log: str) -> Progress | None:
+    """What the newest progress line of a log says.
+
+    >>> progress("step 16384/10000000  SPS 350  left 7:55:28  mean return 1.25")
+    Progress(step=16384, total=10000000, sps=350, left=28528.0, mean_return=1.25)
+    """
+    lines = LINE.findall(log)
+    if not lines:
+        return None
+    step, total, sps, hours, minutes, seconds = map(int, lines[-1][:6])
+    mean = lines[-1][6]
+    return Progress(step, total, sps, 3600.0 * hours + 60 * minutes + seconds, None if mean == "-" else float(mean))
+
+
+def tail(path: str, lines: int = 200, start: int = 0) -> str:
+    """The last lines of a log, of what was written from the byte `start` on."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(start, os.fstat(file.fileno()).st_size - 1000 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return ""
 
 
 class Run:
@@ -313,13 +358,7 @@ class Run:
     @property
     def progress(self) -> Progress | None:
         """The newest progress line of this attempt."""
-        lines = LINE.findall(_end_of(self.log, 4096, self._offset))
-        if not lines:
-            return None
-        step, total, sps, hours, minutes, seconds = map(int, lines[-1][:6])
-        mean = lines[-1][6]
-        left = 3600.0 * hours + 60 * minutes + seconds
-        return Progress(step, total, sps, left, None if mean == b"-" else float(mean))
+        return progress(tail(self.log, 20, self._offset))
 
     @property
     def how_it_ended(self) -> str:
@@ -330,8 +369,7 @@ class Run:
 
     def tail(self, lines: int = 10) -> str:
         """The log's last lines, indented."""
-        last = _end_of(self.log, 8192).decode(errors="replace").splitlines()[-lines:]
-        return "\n".join(f"    {line}" for line in last)
+        return textwrap.indent(tail(self.log, lines), "    ")
 
     def events(self) -> str | None:
         """The folder of its TensorBoard events; also of scripts that name it by themselves, after --exp-name."""
@@ -364,16 +402,6 @@ def _prepare(cores: tuple[int, ...]) -> Callable[[], None]:
         os.sched_setaffinity(0, cores)
 
     return prepare
-
-
-def _end_of(path: str, size: int, start: int = 0) -> bytes:
-    """The last bytes of a file, none before `start`."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(start, os.fstat(file.fileno()).st_size - size))
-            return file.read()
-    except OSError:
-        return b""
 
 
 def _now() -> str:

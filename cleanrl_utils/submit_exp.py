@@ -21,9 +21,10 @@ import tyro
 
 from cleanrl_utils import EXIT_INTERRUPTED
 from cleanrl_utils.config import Fault, NonNegative, Positive, UsageError, flag_name, parse, require
+from cleanrl_utils.runs import Place, experiment
+from cleanrl_utils.submit import local, script, watch
 from cleanrl_utils.submit import record as records
 from cleanrl_utils.submit import spec as common
-from cleanrl_utils.submit import watch
 from cleanrl_utils.submit.spec import JobSpec
 
 MACHINES = ("docker", "local")
@@ -43,6 +44,8 @@ ONLY = {
     "node_selector": ("kubernetes",),
     "shm_size": IMAGES,
 }
+# MiB. The smallest run there is, one game on the CPU and batches of four steps, has 292 beside what it maps from files.
+LEAST_MEMORY = 300
 NOT_PART_OF_THE_REQUEST = ("dry_run", "watch", "again", "build", "push", "archs")
 
 
@@ -80,7 +83,7 @@ class Args:
     num_processes: Positive[int] | None = None
     """processes of each node; one a GPU, or one, if not set"""
     num_vcpu: Positive[int] | None = None
-    """CPUs of each node; 4 a process if not set (no limit on this machine)"""
+    """CPUs of each node; 4 a process, or on this machine an equal share of its cores, if not set"""
     num_memory: Positive[int] | None = None
     """memory of each node in MiB; 8000 a process if not set (no limit on this machine)"""
     shm_size: Positive[int] | None = None
@@ -151,6 +154,8 @@ def read_outputs(path: str | None) -> dict[str, Any]:
 def sizes(args: Args, machine: dict[str, Any] | None) -> tuple[dict[str, int | None], int]:
     """num_vcpu, memory and shm_size of each node, and its processes. `machine`: the queue's, of Terraform's outputs."""
     processes = args.num_processes or max(1, args.num_gpu)
+    rule = f"--num-processes {processes} would leave {args.num_gpu - processes} of them idle"
+    require(args.num_gpu <= processes, "--num-gpu", args.num_gpu, rule)
     vcpu, memory = 4 * processes, 8000 * processes
     if machine is not None:
         gpus, queue = machine["gpus"], args.job_queue
@@ -162,10 +167,13 @@ def sizes(args: Args, machine: dict[str, Any] | None) -> tuple[dict[str, int | N
             require(value <= most, flag, value, f"a machine of {queue}, {machine['machine']}, has {most}")
         parts = gpus // args.num_gpu if args.num_gpu and args.num_nodes == 1 else 1
         vcpu, memory = machine["vcpus"] // parts, machine["memory_mib"] // parts
-    shm_size = args.shm_size or min(1024 * processes, (args.num_memory or memory) // 2)
+    memory = args.num_memory or memory
+    rule = f"must be {LEAST_MEMORY} or more for each of {processes} process(es): PyTorch and one game take that"
+    require(memory >= LEAST_MEMORY * processes or args.provider == "local", "--num-memory", memory, rule)
+    shm_size = args.shm_size or min(1024 * processes, memory // 2)
     if args.provider in MACHINES:
         return {"num_vcpu": args.num_vcpu, "memory": args.num_memory, "shm_size": shm_size}, processes
-    return {"num_vcpu": args.num_vcpu or vcpu, "memory": args.num_memory or memory, "shm_size": shm_size}, processes
+    return {"num_vcpu": args.num_vcpu or vcpu, "memory": memory, "shm_size": shm_size}, processes
 
 
 def check_flags(args: Args, words: list[str]) -> None:
@@ -222,11 +230,15 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     options |= {"node_selector": list(args.node_selector)}
 
     specs: list[JobSpec] = []
-    experiment = common.flag_value(words, "--exp-name") or os.path.splitext(os.path.basename(words[1]))[0]
+    num_jobs = max(1, len(args.env_ids)) * args.num_seed
+    places = [Place()] * num_jobs
+    if args.provider in MACHINES:
+        places = local.places(num_jobs, args.num_gpu, args.num_vcpu)
+    exp_name = common.flag_value(words, "--exp-name") or experiment(words)
     for env_id in args.env_ids or (None,):
         for seed in range(args.start_seed, args.start_seed + args.num_seed):
             game = env_id or common.flag_value(words, "--env-id")
-            parts = [game, experiment, str(seed), submission.rpartition("-")[2]]
+            parts = [game, exp_name, str(seed), submission.rpartition("-")[2]]
             name = common.short_name("__".join(filter(None, parts)), 100, r"\w.-")
             added = ["--env-id", env_id] if env_id else []
             added += ["--seed", str(seed), "--run-name", name, "--resume", *kept]
@@ -243,7 +255,7 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
                     queue=args.job_queue,
                     num_nodes=args.num_nodes,
                     num_gpu=args.num_gpu,
-                    first_gpu=len(specs) * args.num_gpu if args.provider in MACHINES else 0,
+                    place=places[len(specs)],
                     **size,
                     time_limit=None if args.num_hours is None else round(args.num_hours * 3600),
                     attempts=args.num_retries or (5 if spot and args.kubernetes_kind != "trainjob" else 1),
@@ -319,10 +331,10 @@ def submit(argv: list[str]) -> int:
     args: Args = parse(Args, argv)
     request = {k: v for k, v in dataclasses.asdict(args).items() if k not in NOT_PART_OF_THE_REQUEST}
     request_hash = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-    script = os.path.splitext(os.path.basename(common.split_command(args.command)[1]))[0]
-    submission = f"{common.short_name(script, 50)}-{secrets.token_hex(4)}"
+    submission = f"{common.short_name(experiment(common.split_command(args.command)), 50)}-{secrets.token_hex(4)}"
     specs = make_specs(args, submission)
     common.check_secrets(json.dumps(argv), args.wandb_secret)
+    script.check(specs)
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):

@@ -148,8 +148,8 @@ def test_two_benchmarks_share_a_grid(folder):
 
 
 def test_places(folder, here, monkeypatch):
-    assert runs._deal([0, 1, 2, 3, 4], 2) == [(0, 1), (2, 3, 4)]
-    assert runs._deal([0, 1], 3) == [(0,), (1,), (0,)] and runs._deal([], 2) == [(), ()]
+    assert runs.deal([0, 1, 2, 3, 4], 2) == [(0, 1), (2, 3, 4)]
+    assert runs.deal([0, 1], 3) == [(0,), (1,), (0,)] and runs.deal([], 2) == [(), ()]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     here(benchmark, 0, FAKE, "--env-ids", "A", "BB", "--num-seeds", 1, "--workers", 2)
     mine = sorted(os.sched_getaffinity(0))
@@ -164,9 +164,9 @@ def test_gpus_are_counted(tmp_path, monkeypatch):
     smi.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert runs._gpus() == ["0", "1"] and [place.gpus for place in runs.places(3)] == [("0",), ("1",), ("0",)]
+    assert runs.gpus() == ["0", "1"] and [place.gpus for place in runs.places(3)] == [("0",), ("1",), ("0",)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert runs._gpus() == [] and str(runs.Place((0, 1, 4), ("7",))) == "cores 0-1,4, GPU 7"
+    assert runs.gpus() == [] and str(runs.Place((0, 1, 4), ("7",))) == "cores 0-1,4, GPU 7"
 
 
 def test_only_shown(folder, here):
@@ -203,7 +203,7 @@ def test_bad_commands(command, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert runs.tool(benchmark.main, benchmark.Args, ["--command", command, "--env-ids", "A"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: --command ") and err.count("\n") == 1 and says in err
+    assert out == "" and err.startswith("error: --command") and err.count("\n") == 1 and says in err
     assert os.listdir(tmp_path) == []
 
 
@@ -271,6 +271,8 @@ def test_the_table(tmp_path, monkeypatch):
     running.state, failed.state, running.place = "running", "failed", runs.places(1)[0]
     running._began = runs.time.monotonic() - 60
     assert running.progress == runs.Progress(16384, 65536, 350, 140.0, -20.1)
+    assert runs.progress("step 1/2  SPS 3  left 0:00:01  mean return -").mean_return is None
+    assert runs.progress("step 1/2  SPS 3  left 0:00:01  mean return n/a") is runs.progress("") is None
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(benchmark.Table(2).table([running, waiting, failed], 40))
     text = console.export_text()

@@ -197,8 +197,9 @@ def test_the_key_is_read_on_the_node_and_nowhere_else(jobs, cluster):
 
 def test_a_usage_error_is_not_retried_and_a_cancelled_job_stays_cancelled(jobs, cluster):
     retries = ("--num-retries", "5", "--checkpoint-dir", "kept")
-    done = jobs.submit(*flags(f"python {ROOT / MULTI} --gamma 3"), *retries, "--watch", code=1)
-    assert "exit code 2" in done.stdout and "error: --gamma 3.0: must be between 0 and 1" in done.stdout
+    words = flags(f"python {ROOT / MULTI} --num-minibatches 5")  # which `Args` does not refuse, but the script
+    done = jobs.submit(*words, *retries, "--watch", code=1)
+    assert "exit code 2" in done.stdout and "error: --num-minibatches 5: must divide the 128 steps" in done.stdout
     assert "REQUEUE" not in jobs.log()
     shutil.rmtree(jobs.path / "submissions")
 

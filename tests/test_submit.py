@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import MULTI, ROOT, Folder, command, final, wait_until
+from conftest import MULTI, ROOT, SINGLE, Folder, command, final, wait_until
 
-from cleanrl_utils import launch, submit_exp
+from cleanrl_utils import launch, runs, submit_exp
 from cleanrl_utils.config import Fault, UsageError
-from cleanrl_utils.submit import aws, kubernetes, local, slurm, spec, watch
+from cleanrl_utils.submit import aws, kubernetes, local, script, slurm, spec, watch
 from cleanrl_utils.submit.spec import Status
 
 KEY = "sentinel-" + "7" * 77  # as long as today's W&B keys
@@ -32,7 +32,7 @@ def submit(tmp_path, monkeypatch, capfd):
     """Calls the command line in a folder of its own; returns its exit code, what it printed, and its records."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    shutil.copy(ROOT / "ppo_atari_multigpu.py", tmp_path)
+    (tmp_path / "ppo_atari_multigpu.py").write_text("")  # of the real one submit_exp would ask the flags: seconds
 
     def call(*words):
         code = submit_exp.main(list(map(str, words)))
@@ -72,13 +72,13 @@ def test_a_command_is_split_as_a_shell_would_and_refused_where_only_a_shell_coul
         "--x `date`",
         "\nls",
     ):
-        with pytest.raises(UsageError, match="without shell syntax"):
+        with pytest.raises(UsageError, match="--command: runs without a shell, which `"):
             spec.split_command(f"python a.py {shell}")
     for wrapped in ("torchrun a.py", "KEY=1 python a.py", "python -m a", "poetry run python a.py", "python", ""):
         with pytest.raises(UsageError, match=r"must be `python SCRIPT.py"):
             spec.split_command(wrapped)
     for flag in ("--seed 3", "--run_name x", "--resume", "--checkpoint-dir=x"):
-        with pytest.raises(UsageError, match="which submit_exp adds"):
+        with pytest.raises(UsageError, match=r"must be without --[a-z-]+, which each run gets from here"):
             spec.split_command(f"python a.py {flag}")
     with pytest.raises(UsageError, match="No closing quotation"):
         spec.split_command("python a.py '")
@@ -102,6 +102,7 @@ def test_processes_and_sizes_follow_from_the_gpus():
         (["--num-gpu", 1], []),
         (["--num-gpu", 2], ["--standalone", "--nproc_per_node=2"]),
         (["--num-processes", 3], ["--standalone", "--nproc_per_node=3"]),
+        (["--num-processes", 3, "--num-gpu", 2], ["--standalone", "--nproc_per_node=3"]),  # these share them
         (["--num-gpu", 8, "--num-nodes", 2], ["--nproc_per_node=8"]),
         (["--num-nodes", 2], ["--nproc_per_node=1"]),
     ):
@@ -179,6 +180,9 @@ REFUSED = [
     ("aws", ["--execution-role-arn", "me"], "--execution-role-arn me: must be the ARN of an IAM role"),
     ("aws", ["--job-queue", "a b"], "--job-queue a b: must be a queue's name or ARN"),
     ("aws", ["--shm-size", 8000], "--shm-size 8000: must be below --num-memory 8000"),
+    ("aws", ["--num-memory", 1], "--num-memory 1: must be 300 or more for each of 1 process(es)"),
+    ("slurm", ["--num-memory", 599, "--num-processes", 2], "--num-memory 599: must be 300 or more for each of 2"),
+    ("kubernetes", ["--num-gpu", 3, "--num-processes", 2], "--num-gpu 3: --num-processes 2 would leave 1 of them idle"),
     ("aws", ["--docker-tag", "Me/X:1"], "--docker-tag Me/X:1: must be an image"),
     ("aws", ["--env", "X=" + "y" * 9000], "must fit in 8192"),
     ("aws", ["--namespace", "x"], "--namespace x: applies to --provider kubernetes only"),
@@ -202,6 +206,7 @@ REFUSED = [
     ("docker", ["--checkpoint-dir", "a:b"], "a:b: must be without a colon"),
     ("kubernetes", ["--command", "python ppo_atari.py", "--num-processes", 2], "ppo_atari.py is one process"),
     ("docker", ["--job-queue", "x"], "--job-queue x: has no effect on this machine"),
+    ("local", ["--num-seed", 2, "--num-vcpu", 9999], "--num-vcpu 9999: this machine has "),
     ("local", ["--num-memory", 100], "--num-memory 100: limits nothing without a container"),
     ("local", ["--num-retries", 2, "--checkpoint-dir", "x"], "--num-retries 2: has no effect on this machine"),
 ]
@@ -237,6 +242,37 @@ def test_the_command_line_itself(submit):
     ):
         done = submit(*words)
         assert done.code == 2 and error in done.err and done.err.count("\n") == 1 and KEY not in done.err, words
+
+
+def test_the_script_is_asked_whether_it_takes_the_flags(submit, tmp_path, capfd):
+    shutil.copy(ROOT / "ppo_atari.py", tmp_path)
+    line = ["--provider", "docker", "--docker-tag", "x", "--command"]
+    done = submit(*line, "python ppo_atari.py --total-timestep 64")
+    assert done.code == 2 and done.out == "" and not (tmp_path / "submissions").exists()
+    assert done.err.startswith(
+        "error: --command: ppo_atari.py, as it is here, refuses it: Unrecognized options: --total"
+    )
+    assert done.err.count("\n") == 1 and "perhaps you meant --total-timesteps" in done.err
+
+    own = ["--seed", "1", "--run-name", "x", "--resume", "--checkpoint-dir", "s3://b"]  # which submit_exp adds
+    for flags, code, error in (
+        (["--gamma", "0.9", "--track"], 0, ""),
+        (["--gamma", "2"], script.REFUSED, "--gamma 2.0: must be between 0 and 1\n"),
+        (["--env-id", "Pnog-v5"], script.REFUSED, "--env-id Pnog-v5: must be an Atari game"),
+        (["--total-num-envs", "4"], script.REFUSED, "Unrecognized options: --total-num-envs"),
+    ):
+        assert script.ask("ppo_atari.py", [own, [*flags, *own]]) == code, flags
+        assert capfd.readouterr().err.startswith(error), flags
+
+    parts = "class Agent: ...\nclass Args: ...\ndef make_env(): ...\n"
+    for source, why in (
+        (f"import only_the_image_has_it\n{parts}", "ModuleNotFoundError: No module named 'only_the_image_has_it'"),
+        (parts.replace("Args", "Flags"), "it defines no Args"),
+    ):
+        (tmp_path / "other.py").write_text(source)
+        done = submit(*line, "python other.py --anything", "--dry-run")
+        assert done.code == 0, done.err
+        assert done.err.startswith(f"notice: the flags of other.py were not checked: {why}\n")
 
 
 def test_help_is_quick_and_needs_no_extra():
@@ -466,6 +502,13 @@ def test_docker_takes_the_key_by_name_and_keeps_the_user(tmp_path, monkeypatch):
         "--nproc_per_node=2",
     ]
     assert "--cpus" not in words and "--checkpoint-dir" not in words
+    shares = [",".join(map(str, cores)) for cores in runs.deal(runs.cores(), 2)]
+    assert [each["argv"][each["argv"].index("--cpuset-cpus") + 1] for each in (one, two)] == shares
+    (job,) = rendered("docker", "--num-vcpu", 1)
+    assert ("--cpuset-cpus", str(runs.cores()[0])) in itertools.pairwise(job["argv"])
+    monkeypatch.setattr(runs, "cores", list)  # a Mac
+    (job,) = rendered("docker", "--num-vcpu", 3)
+    assert ("--cpus", "3") in itertools.pairwise(job["argv"]) and "--cpuset-cpus" not in job["argv"]
 
 
 def test_the_image_is_built_and_pushed_first(submit, tmp_path, monkeypatch):
@@ -586,25 +629,26 @@ def test_what_has_failed_is_retried_as_the_same_run(submit, tmp_path):
     assert done.code == 0 and f"sent {failed['name']}" in done.out and fine["name"] not in done.out
     assert submit("watch", record["submission"]).code == 0
     assert done.records[0]["jobs"][1]["earlier_handles"] == [failed["handle"]]
-    assert spec.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
+    assert runs.tail(failed["handle"]["log"]) == "\n".join([f"run {failed['name']}"] * 2)
 
 
 @pytest.mark.slow
 def test_a_cancelled_run_is_continued_to_the_same_weights(submit, tmp_path):
     """Real training on two processes, cancelled and retried, is the run that was left alone."""
+    shutil.copy(ROOT / MULTI, tmp_path)
     words = "--total-num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --num-threads 1"
     words += " --checkpoint-every 1 --total-timesteps 2560"
     (record,) = submit("--provider", "local", "--command", f"python {MULTI} {words}", "--num-processes", 2).records
     handle = record["jobs"][0]["handle"]
-    wait_until(lambda: "checkpoint: " in spec.tail(handle["log"]), 120, "it trains")
+    wait_until(lambda: "checkpoint: " in runs.tail(handle["log"]), 120, "it trains")
     submit("cancel", record["submission"])
     wait_until(lambda: local.status(handle).state != "running", 60, "it ends")
     assert local.status(handle) == Status("failed", reason="exit code 75")
-    assert "stopped after iteration" in spec.tail(handle["log"])
+    assert "stopped after iteration" in runs.tail(handle["log"])
     assert submit("retry", record["submission"]).code == 0
     assert submit("watch", record["submission"]).code == 0
     alone = Folder(tmp_path).run(command(MULTI, *words.split(), nproc=2))
-    assert final(spec.tail(handle["log"])) == final(alone.stdout)
+    assert final(runs.tail(handle["log"])) == final(alone.stdout)
 
 
 def test_a_pid_that_was_given_away_is_not_the_job(tmp_path):
@@ -644,17 +688,19 @@ def test_the_same_submission_sends_what_is_missing(submit, tmp_path, monkeypatch
     assert all(submit("watch", each["submission"]).code == 0 for each in submit("status", record["submission"]).records)
 
 
-def test_more_jobs_than_gpus_are_refused(submit, tmp_path, monkeypatch):
+def test_jobs_share_the_machine_and_more_than_it_has_gpus_are_refused(submit, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: X'; echo 'GPU 1: X'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "a.py").write_text("import os\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'])\n")
+    source = "import os\nprint(os.environ['CUDA_VISIBLE_DEVICES'], *sorted(os.sched_getaffinity(0)))\n"
+    (tmp_path / "a.py").write_text(source)
     words = ["--provider", "local", "--command", "python a.py", "--num-gpu", 1]
     done = submit(*words, "--num-seed", 3)
     assert done.code == 1 and "3 job(s) take 3 GPU(s), this machine has 2" in done.err and done.records == []
     (record,) = submit(*words, "--num-seed", 2, "--watch").records
-    logs = [spec.tail(job["handle"]["log"]) for job in record["jobs"]]
-    assert logs == ["sees 0", "sees 1"]
+    logs = [runs.tail(job["handle"]["log"]) for job in record["jobs"]]
+    assert logs == [" ".join(map(str, [i, *cores])) for i, cores in enumerate(runs.deal(runs.cores(), 2))]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     assert "this machine has 1" in submit(*words, "--num-seed", 2, "--again").err
     assert "CUDA_VISIBLE_DEVICES=5 " in submit(*words, "--dry-run").out
@@ -944,7 +990,7 @@ def test_watch_asks_again_shows_changes_and_ends(capfd):
             raise answer
         return answer
 
-    logs = {"a": "step 1/10  SPS 3  left 0:00:03  mean return n/a", "b": "x\nTraceback"}
+    logs = {"a": "step 1/10  SPS 3  left 0:00:03  mean return -", "b": "x\nTraceback"}
     provider = SimpleNamespace(statuses=statuses, log=lambda handle: logs[handle["id"]])
     jobs = [{"name": name, "handle": {"id": name}} for name in "ab"]
     record = {"submission": "s", "provider": "local", "jobs": [*jobs, {"name": "c", "handle": None}]}
@@ -982,8 +1028,16 @@ def test_kubernetes_and_slurm_statuses(tmp_path):
 
 
 def test_the_commands_of_the_page_are_valid(submit, tmp_path, monkeypatch):
-    """Each is run with --dry-run."""
-    shutil.copy(ROOT / "ppo_atari.py", tmp_path)
+    """Each is run with --dry-run, and the scripts are asked, in this process."""
+    for name in (SINGLE, MULTI):
+        shutil.copy(ROOT / name, tmp_path)
+    asked = []
+
+    def run(line, **options):
+        asked.append(line[3])
+        return SimpleNamespace(returncode=script.ask(line[3], json.loads(line[4])), stderr="")
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=run, DEVNULL=None, TimeoutExpired=TimeoutError))
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".wandb-key").write_text("x")
     (tmp_path / ".wandb-key").chmod(0o600)
@@ -995,3 +1049,4 @@ def test_the_commands_of_the_page_are_valid(submit, tmp_path, monkeypatch):
     for line in commands:
         done = submit(*shlex.split(os.path.expandvars(line)), "--dry-run")
         assert done.code == 0 and "nothing was sent" in done.err, (line, done.err)
+    assert len(asked) == len(commands) and {*asked} == {SINGLE, MULTI}

@@ -4,6 +4,7 @@
 |---------------|-----------------------------------------------------------------------------------------|
 | `spec`        | `JobSpec`, one job for every provider, and the rules that all providers share            |
 | `aws`, `kubernetes`, `slurm`, `docker`, `local` | a provider                                            |
+| `script`      | whether the script takes the flags that its jobs would give it                           |
 | `record`      | the file that remembers a submission                                                     |
 | `watch`       | the live table                                                                           |
 

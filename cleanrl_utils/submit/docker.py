@@ -33,17 +33,21 @@ def render(spec: JobSpec) -> dict[str, Any]:
     require(":" not in runs, "--checkpoint-dir", runs, "must be without a colon, at which docker cuts it")
     words = ["docker", "run", "--rm", "--name", short_name(spec.name, 63)]
     words += ["--shm-size", f"{spec.shm_size}m"]
-    words += ["--cpus", str(spec.num_vcpu)] if spec.num_vcpu else []
+    if spec.place.cores:  # not a quota: the scripts would not see it, and start a thread for each core of the machine
+        words += ["--cpuset-cpus", ",".join(map(str, spec.place.cores))]
+    elif spec.num_vcpu:
+        words += ["--cpus", str(spec.num_vcpu)]
     words += ["--memory", f"{spec.memory}m"] if spec.memory else []
     words += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "LOGNAME=trainer"]
     words += ["--volume", f"{runs}:{WORKDIR}/runs"]
     if spec.num_gpu:
-        words += ["--gpus", f'"device={",".join(local.gpus(spec))}"']
+        words += ["--gpus", f'"device={",".join(spec.place.gpus)}"']
     for name, value in spec.env.items():
         words += ["--env", f"{name}={value}"]
     if spec.secret is not None:
         words += ["--env", KEY]
-    return {"argv": [*words, str(spec.image), *spec.argv], "env": {}, "log": spec.logs, "mounted": runs}
+    argv = [*words, str(spec.image), *spec.argv]
+    return {"argv": argv, "env": {}, "log": spec.logs, "mounted": runs, "place": spec.place}
 
 
 def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:

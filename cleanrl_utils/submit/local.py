@@ -8,8 +8,10 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+from cleanrl_utils import runs
 from cleanrl_utils.config import Fault, require
-from cleanrl_utils.submit.spec import KEY, JobSpec, Status, call, read_exit, tail
+from cleanrl_utils.runs import Place
+from cleanrl_utils.submit.spec import KEY, JobSpec, Status, read_exit
 
 # The shell is there for the exit code. A trap with a command is not inherited, so the job itself hears the signal.
 SHELL = 'trap : TERM INT; "$@"; echo $? > "$0"'
@@ -25,56 +27,47 @@ def check(spec: JobSpec) -> None:
     ):
         require(value == default, flag, value, "has no effect on this machine: leave it out")
     if spec.image is None:
-        require(
-            spec.num_vcpu is None,
-            "--num-vcpu",
-            spec.num_vcpu,
-            "limits nothing without a container; add --num-threads to the command",
-        )
         require(spec.memory is None, "--num-memory", spec.memory, "limits nothing without a container")
     if spec.secret is not None:
         require(spec.secret == "env", "--wandb-secret", "", f"must be `env` here, for {KEY} of the environment")
         require(KEY in os.environ, "--wandb-secret", "env", f"needs {KEY} in the environment")
 
 
+def places(jobs: int, num_gpu: int, num_vcpu: int | None) -> list[Place]:
+    """Of jobs that run here at once: to each `num_vcpu` cores or its share of them, and `num_gpu` GPUs of its own."""
+    shares = runs.deal(runs.cores(), jobs)
+    fewest = min(map(len, shares))
+    rule = f"this machine has {len(runs.cores())} core(s) for {jobs} job(s) at once"
+    require(num_vcpu is None or not fewest or num_vcpu <= fewest, "--num-vcpu", num_vcpu, rule)
+    gpus = runs.gpus() if num_gpu else []
+    gpus += [str(i) for i in range(len(gpus), jobs * num_gpu)]  # more than there are: `reach` says so
+    return [Place(cores[:num_vcpu], tuple(gpus[i * num_gpu : (i + 1) * num_gpu])) for i, cores in enumerate(shares)]
+
+
 def reach(specs: Sequence[JobSpec]) -> None:
     """Fault where this machine has fewer GPUs than the jobs, which all start at once, take."""
-    wanted = max(spec.first_gpu + spec.num_gpu for spec in specs)
-    if wanted:
-        listed = [line for line in call(["nvidia-smi", "-L"]).splitlines() if line.startswith("GPU ")]
-        found = len(visible() or listed)
-        rule = "; send fewer jobs at once, or let benchmark take turns"
-        if wanted > found:
-            raise Fault(f"{len(specs)} job(s) take {wanted} GPU(s), this machine has {found}{rule}")
-
-
-def visible() -> list[str]:
-    """The GPUs to which the user has limited this process; empty: all."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return names.split(",") if names else []
-
-
-def gpus(spec: JobSpec) -> list[str]:
-    """The job's own GPUs, of those that the client may use."""
-    last = spec.first_gpu + spec.num_gpu
-    return (visible() or [str(i) for i in range(last)])[spec.first_gpu : last]
+    wanted = sum(spec.num_gpu for spec in specs)
+    found = len(runs.gpus()) if wanted else 0
+    if wanted > found:
+        rule = "send fewer jobs at once, or let benchmark take turns"
+        raise Fault(f"{len(specs)} job(s) take {wanted} GPU(s), this machine has {found}; {rule}")
 
 
 def render(spec: JobSpec) -> dict[str, Any]:
-    """The command and what is added to the environment."""
+    """The command, its place, and what is added to the environment."""
     env = dict(spec.env)
     if spec.num_gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus(spec))
-    return {"argv": list(spec.argv), "env": env, "log": spec.logs}
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.place.gpus)
+    return {"argv": list(spec.argv), "env": env, "log": spec.logs, "place": spec.place}
 
 
 def show(document: dict[str, Any]) -> str:
     words = [*(f"{name}={value}" for name, value in document["env"].items()), *document["argv"]]
-    return f"{shlex.join(words)} > {document['log']} 2>&1 &"
+    return f"{shlex.join(words)} > {document['log']} 2>&1 &  # {document['place']}"
 
 
 def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
-    path = document["log"]
+    path, cores = document["log"], document["place"].cores
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.remove(f"{path}.exit")  # of an earlier attempt
@@ -86,6 +79,7 @@ def send(spec: JobSpec, document: dict[str, Any]) -> dict[str, Any]:
             stdout=log,
             stderr=log,
             start_new_session=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
     return {"pid": process.pid, "started": started(process.pid), "log": path}
 
@@ -113,7 +107,7 @@ def status(handle: dict[str, Any]) -> Status:
 
 
 def log(handle: dict[str, Any]) -> str:
-    return tail(handle["log"])
+    return runs.tail(handle["log"])
 
 
 def cancel(handle: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 from cleanrl_utils import EXIT_PREEMPTED
 from cleanrl_utils.config import Fault, require
-from cleanrl_utils.submit.spec import KEY, SECRET_NAME, JobSpec, Status, call, read_exit, short_name, tail
+from cleanrl_utils.runs import tail
+from cleanrl_utils.submit.spec import KEY, SECRET_NAME, JobSpec, Status, call, read_exit, short_name
 
 WARNING = 300  # seconds before the time limit: an iteration has to end in them
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING")

@@ -3,13 +3,13 @@
 import hashlib
 import os
 import re
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cleanrl_utils.config import Fault, UsageError, require
+from cleanrl_utils.runs import Place, split
 
 KEY = "WANDB_API_KEY"  # the variable that a secret reference becomes
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
@@ -45,8 +45,8 @@ class JobSpec:
     queue: str | None = None
     num_nodes: int = 1
     num_gpu: int = 0
-    first_gpu: int = 0
-    """on the own machine: the job's GPUs are first_gpu .. first_gpu + num_gpu - 1"""
+    place: Place = field(default_factory=Place)
+    """the job's own cores and GPUs of this machine, where it runs here"""
     num_vcpu: int | None = 4
     memory: int | None = 8000
     """MiB, with the shared memory; as num_vcpu None on the own machine: no limit"""
@@ -80,23 +80,11 @@ def short_name(name: str, limit: int, alphabet: str = "A-Za-z0-9_-") -> str:
 
 
 def split_command(text: str) -> list[str]:
-    """A command as its words; a usage error where only a shell could run it."""
-    rule = "must be one command without shell syntax, such as: python ppo_atari_multigpu.py --track"
-    try:
-        lexer = shlex.shlex(text, posix=True, punctuation_chars=True)
-        lexer.whitespace_split, lexer.commenters = True, ""
-        words = list(lexer)
-    except ValueError as error:
-        raise UsageError(f"--command: {error}") from None
-    shell = [word for word in words if word and not word.strip("();<>|&")]
-    shell += [sign for sign in ("$", "`", "\n") if sign in text.strip()]
-    require(not shell, "--command", "", f"{rule}; it has {' '.join(map(repr, shell))}")
+    """The words of `python SCRIPT.py [FLAGS]`; a usage error where the command is anything else."""
+    words = split(text, OWN_FLAGS)
     python = len(words) > 1 and re.fullmatch(r"python3?(\.\d+)?", words[0]) and words[1].endswith(".py")
     rule = "must be `python SCRIPT.py [FLAGS]`; the launcher, torchrun and the scheduler's commands are added"
     require(bool(python), "--command", "", rule)
-    for word in words[2:]:
-        flag = word.partition("=")[0].replace("_", "-")
-        require(flag not in OWN_FLAGS, "--command", "", f"must be without {flag}, which submit_exp adds")
     return words
 
 
@@ -174,13 +162,3 @@ def read_exit(path: str) -> int | None:
             return int(file.read())
     except (FileNotFoundError, ValueError):
         return None
-
-
-def tail(path: str, lines: int = 200) -> str:
-    """The end of a log file."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 200 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-    except FileNotFoundError:
-        return ""

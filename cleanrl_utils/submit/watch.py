@@ -1,19 +1,18 @@
 """The jobs of a submission: their states, a live table, the log of what failed."""
 
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cleanrl_utils.config import Fault, UsageError
+from cleanrl_utils.runs import progress
 from cleanrl_utils.submit.record import Record
 from cleanrl_utils.submit.spec import State, Status
 
 ENDED = ("succeeded", "failed", "cancelled")
 POLL = {"aws": 10.0, "kubernetes": 5.0, "slurm": 5.0, "docker": 2.0, "local": 1.0}  # seconds
 PATIENCE = 300.0  # seconds for which a scheduler that does not answer is asked again
-STEP = re.compile(r"^.*\bstep (\d+)/(\d+) .*mean return (\S+)", re.MULTILINE)
 TAIL = 30  # lines of a failed job's log
 
 
@@ -34,16 +33,6 @@ def statuses(provider: Any, record: Record) -> dict[str, Status]:
     return result
 
 
-def progress(text: str) -> tuple[str, str]:
-    """Step and mean return in the last progress line of a log.
-
-    >>> progress("step 16384/10000000  SPS 350  left 7:55:28  mean return 1.25")
-    ('16,384 of 10,000,000', '1.25')
-    """
-    lines = STEP.findall(text)
-    return (f"{int(lines[-1][0]):,} of {int(lines[-1][1]):,}", lines[-1][2]) if lines else ("", "")
-
-
 def table(record: Record, found: Mapping[str, Status], logs: Mapping[str, str]) -> Any:
     from rich.markup import escape
     from rich.table import Table
@@ -53,8 +42,9 @@ def table(record: Record, found: Mapping[str, Status], logs: Mapping[str, str]) 
         result.add_column(column, overflow="fold")
     for job in record["jobs"]:
         status = found[job["name"]]
-        step, mean_return = progress(logs.get(job["name"], ""))
-        result.add_row(job["name"], status.state, str(status.attempt), step, mean_return, escape(status.reason))
+        now = progress(logs.get(job["name"], ""))
+        said = (f"{now.step:,} of {now.total:,}", now.shown_return) if now else ("", "")
+        result.add_row(job["name"], status.state, str(status.attempt), *said, escape(status.reason))
     return result
 
 
