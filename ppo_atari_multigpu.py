@@ -63,7 +63,7 @@ class Args(RunArgs):
     total_num_envs: Annotated[Positive[int] | None, envs_or_total] = None  # [ddp]
     """instead of --num-envs: environments of the whole job, dealt out as evenly as possible"""
     backend: Literal["gloo", "nccl"] | None = None  # [ddp]
-    """how gradients travel; if not set, nccl where every process has a GPU of its own, else gloo"""
+    """how gradients travel; if not set, nccl where each process has its own GPU, else gloo and shared memory"""
     device_ids: tuple[int, ...] = ()  # [ddp]
     """the GPU of each process of this machine; cuda:LOCAL_RANK if not set"""
     num_steps: Annotated[Positive[int], steps_or_batch] = 128
