@@ -53,7 +53,10 @@ def child(rank: int, args: Args, port: int, pipe: Any) -> None:
 
         return measure
 
-    contenders = {"gloo": contender(dist.all_reduce), "shared memory": contender(AllReduce(gradient, None))}
+    shared = AllReduce(gradient, None)
+    if not shared._rows:
+        sys.exit("the processes share no memory: there is nothing to compare")
+    contenders = {"gloo": contender(dist.all_reduce), "shared memory": contender(shared)}
     with contextlib.redirect_stderr(sys.stderr if rank == 0 else open(os.devnull, "w")):
         measured = common.in_turns(contenders, args.rounds, warm_up=1)
     if rank == 0:
@@ -71,7 +74,10 @@ def main(args: Args) -> None:
     for process in processes:
         process.start()
     there.close()
-    measured = here.recv()
+    try:
+        measured = here.recv()
+    except EOFError:  # a child has said why
+        sys.exit(1)
     for process in processes:
         process.join()
     title = f"One sum of {4 * args.size / 1e6:.1f} MB over {args.nproc} processes"

@@ -520,7 +520,7 @@ def report(args: Args) -> str:
 
 
 def report_and_say(args: Args) -> None:
-    print(f"wrote {report(args)}, the page; beside it the pictures and the scores")
+    print(f"wrote {report(args)}, the page; beside it the pictures, and of runs the scores")
 
 
 def main(argv: list[str]) -> int:

@@ -56,7 +56,7 @@ def split(command: str, own_flags: Sequence[str]) -> list[str]:
     except ValueError as error:
         raise UsageError(f"--command: {error}") from None
     shell = [word for word in found if word and not word.strip("();<>|&")]
-    shell += re.findall(r"`|\$\S*", command) + ["\\n"] * ("\n" in command.strip())
+    shell += re.findall(r"`|\$[\w{(]\S*", command) + ["\\n"] * ("\n" in command.strip())
     rule = f"runs without a shell, which `{shell[0] if shell else ''}` needs; put that into a script of its own"
     require(shell == [], "--command", "", rule)
     for word in found:
@@ -69,12 +69,12 @@ def words(command: str) -> list[str]:
     """The words of a command line that can be run here."""
     found = split(command, OWN_FLAGS)
     require(found != [], "--command", repr(command), "must be a command line")
-    rule = f"set {found[0]} before `python -m ...`; the runs inherit it"
-    require(re.match(r"[A-Za-z_]\w*=", found[0]) is None, "--command", command, rule)
-    require(shutil.which(program(found)[0]) is not None, "--command", command, f"there is no program {found[0]}")
+    rule = f"set {found[0].partition('=')[0]} before `python -m ...`; the runs inherit it"
+    require(re.match(r"[A-Za-z_]\w*=", found[0]) is None, "--command", "", rule)
+    require(shutil.which(program(found)[0]) is not None, "--command", "", f"there is no program {found[0]}")
     script = _script(found)
     there = script is None or os.path.exists(found[script])
-    require(there, "--command", command, f"there is no file {found[script or 0]} in {os.getcwd()}")
+    require(there, "--command", "", f"there is no file {found[script or 0]} in {os.getcwd()}")
     return found
 
 
@@ -358,7 +358,7 @@ class Run:
     @property
     def progress(self) -> Progress | None:
         """The newest progress line of this attempt."""
-        return progress(tail(self.log, 20, self._offset))
+        return progress(tail(self.log, 100, self._offset))
 
     @property
     def how_it_ended(self) -> str:

@@ -14,7 +14,7 @@ from cleanrl_utils.process import local_world_size
 class AllReduce:
     """`AllReduce(like, group)(tensor)` is `dist.all_reduce(tensor, group=group)`: the sum over all processes, in place.
 
-    Where all processes of the job compute on the CPU of one machine, it takes half of gloo's time or less: each
+    Where all processes of the job compute on the CPU of one machine, it takes about half of gloo's time: each
     writes its tensor into a row of shared memory, sums its part of all rows in the order of the ranks, and reads the
     whole sum. In between they meet over gloo, which also raises an error in the others where one has died.
 
@@ -54,7 +54,8 @@ class AllReduce:
                 path = [f"/proc/{os.getpid()}/fd/{file}"]
         dist.broadcast_object_list(path, src=0)
         with contextlib.suppress(OSError), open(path[0], "r+b") as shared:
-            memory = mmap.mmap(shared.fileno(), 0)
+            if os.fstat(shared.fileno()).st_size == length * (self._size + 1):  # else it is another container's
+                memory = mmap.mmap(shared.fileno(), 0)
         everyone: list[bool] = [False] * self._size
         dist.all_gather_object(everyone, memory is not None)
         if file >= 0:

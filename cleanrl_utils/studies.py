@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -74,9 +75,9 @@ class Study:
 
 
 def write_study(study: Study) -> None:
-    """Keep it in its folder; several processes may do so at once."""
+    """Keep it in its folder; several processes, also of several machines, may do so at once."""
     path = os.path.join(study.folder, STUDY)
-    with open(f"{path}.{os.getpid()}", "w") as file:
+    with open(f"{path}.{secrets.token_hex(4)}", "w") as file:
         json.dump(dataclasses.asdict(study), file)
     os.replace(file.name, path)
 
@@ -107,6 +108,8 @@ def find_studies(paths: Iterable[str], only: str, notes: list[str]) -> list[Stud
             continue
         if fnmatch(study.name, only):
             found.append(study)
+        else:
+            notes.append(f"{folder} is a study, whose trials' runs are left out")
     return found
 
 

@@ -411,6 +411,7 @@ def retry(provider: Any, record: records.Record) -> int:
     """Send again what has failed, was cancelled or is forgotten: it continues from its checkpoints."""
     args = parse(Args, record["command_line"])
     specs = make_specs(args, record["submission"])
+    provider.reach(specs)
     with records.locked():
         found = watch.statuses(provider, record)
         for job in record["jobs"]:

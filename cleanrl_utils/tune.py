@@ -473,7 +473,7 @@ def search(study: Any, args: Args, line: list[str], params: list[Param], flags: 
                 if how is not None:
                     work = active.pop(slot)
                     well = tell(work, how)
-                    keep(study, args, line, params)
+                    keep_if_possible(study, args, line, params)
                     good, bad = good + well, bad + (how not in ("complete", "pruned", "interrupted", "lost"))
                     asked = -1.0
                     if bad == GIVE_UP and not good:
@@ -484,7 +484,7 @@ def search(study: Any, args: Args, line: list[str], params: list[Param], flags: 
                     more = slot in active or wanted(study, args.num_trials)
                     if slot not in active and more:
                         active[slot] = ask(study, args, line, params, flags, place)
-                        keep(study, args, line, params)
+                        keep_if_possible(study, args, line, params)
             # Nothing to do: others may be at work, or dead, which shows after a while.
             idle = not active and not more
             late = time.monotonic() - began > GRACE + 3  # databases count whole seconds
@@ -508,13 +508,13 @@ def keep(study: Any, args: Args, line: list[str], params: list[Param]) -> Study:
     import optuna
     from optuna.trial import TrialState
 
-    trials = []
-    for trial in study.get_trials(deepcopy=False):
+    trials, found = [], study.get_trials(deepcopy=False)
+    for trial in found:
         seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
         reports = sorted(trial.intermediate_values.items())
         about = [trial.user_attrs.get(name) for name in ("host", "failed")]
         trials.append(studies.Trial(trial.number, state_of(trial), trial.value, seconds, trial.params, reports, *about))
-    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    complete = [trial for trial in found if trial.state == TrialState.COMPLETE]
     importances, best = {}, ""
     if len({trial.value for trial in complete}) > 1 and len(params) > 1:  # else nothing is more important
         with warnings.catch_warnings():
@@ -522,13 +522,22 @@ def keep(study: Any, args: Args, line: list[str], params: list[Param]) -> Study:
             importances = optuna.importance.get_param_importances(study)
     if complete:
         games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
-        chosen = [word for name, value in study.best_trial.params.items() for word in flag(name, value)]
+        first = max(complete, key=lambda trial: trial.value)  # the earliest of equal ones, as in Study.complete
+        chosen = [word for name, value in first.params.items() for word in flag(name, value)]
         best = shlex.join([*line, *games, *chosen])
     score = "mean return" if None in parse_targets(args).values() else "normalised score"
     given = f"runs/{study.study_name}", study.study_name, list(args.env_ids), args.num_seeds, args.last_games, score
     kept = Study(*given, params, trials, importances, best)
     studies.write_study(kept)
     return kept
+
+
+def keep_if_possible(*study: Any) -> None:
+    """During the search: a full disk costs the report's file, which the next trial may write, and not the trials."""
+    try:
+        keep(*study)
+    except OSError as error:
+        print(f"warning: {error.filename}: {error.strerror}", file=sys.stderr)
 
 
 def results(kept: Study) -> bool:

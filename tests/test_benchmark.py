@@ -187,7 +187,7 @@ BAD = {
     "python x.py > out;": "runs without a shell, which `>` needs",
     "python x.py --gamma $GAMMA": "runs without a shell, which `$GAMMA` needs",
     "python `which x.py`": "runs without a shell, which `",
-    "OMP_NUM_THREADS=1 python x.py": "set OMP_NUM_THREADS=1 before `python -m ...`",
+    "OMP_NUM_THREADS=1 python x.py": "set OMP_NUM_THREADS before `python -m ...`",
     "python x.py 'a": "No closing quotation",
     "": "must be a command line",
     "no-such-program x.py": "there is no program no-such-program",

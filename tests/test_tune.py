@@ -250,7 +250,7 @@ BAD = {
     "--params quality=1..2 --target-scores B=1..2": "--target-scores B=1..2: must be GAME=LOW..HIGH with one of",
     "--params quality=1..2 --target-scores A=1": "--target-scores A=1: the range must be LOW..HIGH",
     "--params quality=1..2 --storage nowhere": "--storage: ",
-    "--params quality=1..2 --storage postgresql://h/d": "--storage: ModuleNotFoundError: No module named 'psycopg'",
+    "--params quality=1..2 --storage postgresql+pg8000://h/d": "--storage: ModuleNotFoundError: No module named",
     "--params quality=1..2 --env-ids A B": "--target-scores: no human's score of A is known",
     "--params quality=1..2 --env-ids": "--env-ids: needs a game",
     "--params quality=1..2 --workers 0": f"--study-name {STUDY}: there is no such study yet",

@@ -34,8 +34,11 @@ def check(spec: JobSpec) -> None:
 
 
 def places(jobs: int, num_gpu: int, num_vcpu: int | None) -> list[Place]:
-    """Of jobs that run here at once: to each `num_vcpu` cores or its share of them, and `num_gpu` GPUs of its own."""
-    shares = runs.deal(runs.cores(), jobs)
+    """Of jobs that run here at once: to each `num_vcpu` cores or its share of them, and `num_gpu` GPUs of its own.
+
+    A job alone may use all cores, without being told which.
+    """
+    shares = runs.deal(runs.cores(), jobs) if jobs > 1 or num_vcpu else [()]
     fewest = min(map(len, shares))
     rule = f"this machine has {len(runs.cores())} core(s) for {jobs} job(s) at once"
     require(num_vcpu is None or not fewest or num_vcpu <= fewest, "--num-vcpu", num_vcpu, rule)

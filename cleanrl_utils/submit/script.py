@@ -25,7 +25,9 @@ def check(specs: Sequence[JobSpec]) -> None:
     games = {spec.env_id: spec.argv[spec.argv.index(path) + 1 :] for spec in specs}  # nothing but numbers differs else
     line = [sys.executable, "-m", __name__, path, json.dumps(list(games.values()))]
     try:
-        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_LIMIT)
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PROBE_LIMIT
+        )
         code, said = done.returncode, done.stderr.strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired:
         code, said = NOT_ASKED, f"importing it takes more than {PROBE_LIMIT:.0f} s"
