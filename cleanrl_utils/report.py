@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Annotated
 
 import numpy as np
@@ -489,17 +490,18 @@ def report(args: Args) -> str:
         if not os.path.exists(path):
             raise UsageError(f"{path}: does not exist")
     runs, notes = find_runs(args.paths, args.only)
-    found = studies.find_studies(args.paths, args.only, notes)
+    every = studies.find_studies(args.paths, notes)
+    found = [study for study in every if fnmatch(study.name, args.only)]
     for group in group_runs(runs):
         seeds = [run.seed for run in group.runs if run.seed is not None]
         for seed in sorted({seed for seed in seeds if seeds.count(seed) > 1}):
             notes.append(f"{group.exp_name}, {group.env_id}: {seeds.count(seed)} runs have seed {seed}")
     for note in notes:
         print(f"notice: {note}", file=sys.stderr)
-    for study in found:
-        print(
-            f"notice: {study.folder} is a study: its section shows its trials, whose runs are left out", file=sys.stderr
-        )
+    for study in every:
+        shown = ": its section shows its trials, whose runs are left out"
+        left_out = shown if study in found else ", whose trials' runs are left out"
+        print(f"notice: {study.folder} is a study{left_out}", file=sys.stderr)
     if not runs and not found:
         chosen = "" if args.only == "*" else f" with a name like {args.only}"
         raise UsageError(f"{' '.join(args.paths)}: no run with scalars{chosen}")

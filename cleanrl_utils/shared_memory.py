@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from cleanrl_utils.process import local_world_size
+from cleanrl_utils.process import gather, local_world_size, on_rank_0
 
 
 class AllReduce:
@@ -45,19 +45,18 @@ class AllReduce:
 
     def _share(self, like: torch.Tensor) -> list[torch.Tensor]:
         """A row for each process and one for the sum, the same memory in all; [] where the machine can't."""
-        file, path, memory = -1, [""], None
+        file, path, memory = -1, "", None
         length = -(-like.nbytes // 64) * 64  # whole cache lines
         with contextlib.suppress(OSError, AttributeError):  # no memory; not Linux
             if self._rank == 0:
                 file = os.memfd_create("all_reduce")  # needs no room in /dev/shm, and is gone with the last process
                 os.posix_fallocate(file, 0, length * (self._size + 1))
-                path = [f"/proc/{os.getpid()}/fd/{file}"]
-        dist.broadcast_object_list(path, src=0)
-        with contextlib.suppress(OSError), open(path[0], "r+b") as shared:
+                path = f"/proc/{os.getpid()}/fd/{file}"
+        path = on_rank_0(lambda: path)
+        with contextlib.suppress(OSError), open(path, "r+b") as shared:
             if os.fstat(shared.fileno()).st_size == length * (self._size + 1):  # else it is another container's
                 memory = mmap.mmap(shared.fileno(), 0)
-        everyone: list[bool] = [False] * self._size
-        dist.all_gather_object(everyone, memory is not None)
+        everyone = gather([memory is not None])
         if file >= 0:
             os.close(file)
         if memory is None or not all(everyone):

@@ -7,7 +7,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
@@ -96,20 +95,15 @@ def read_study(folder: str) -> Study:
     return Study(**{**told, "folder": folder, "params": params, "trials": trials})
 
 
-def find_studies(paths: Iterable[str], only: str, notes: list[str]) -> list[Study]:
-    """All studies under the paths whose name matches `only`; notes get a line for what is wrong."""
+def find_studies(paths: Iterable[str], notes: list[str]) -> list[Study]:
+    """All studies under the paths; notes get a line for what is wrong."""
     folders = sorted({folder for path in paths for folder, _, files in os.walk(path) if STUDY in files})
     found = []
     for folder in folders:
         try:
-            study = read_study(folder)
+            found.append(read_study(folder))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             notes.append(f"{os.path.join(folder, STUDY)} can't be read: {type(error).__name__}: {error}")
-            continue
-        if fnmatch(study.name, only):
-            found.append(study)
-        else:
-            notes.append(f"{folder} is a study, whose trials' runs are left out")
     return found
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cleanrl_utils import studies
@@ -506,28 +506,24 @@ def others_running(study: Any) -> bool:
 def keep(study: Any, args: Args, line: list[str], params: list[Param]) -> Study:
     """Write the study to its folder, for reports, as it is now."""
     import optuna
-    from optuna.trial import TrialState
 
-    trials, found = [], study.get_trials(deepcopy=False)
-    for trial in found:
+    trials = []
+    for trial in study.get_trials(deepcopy=False):
         seconds = round(trial.duration.total_seconds(), 1) if trial.duration else None
         reports = sorted(trial.intermediate_values.items())
         about = [trial.user_attrs.get(name) for name in ("host", "failed")]
         trials.append(studies.Trial(trial.number, state_of(trial), trial.value, seconds, trial.params, reports, *about))
-    complete = [trial for trial in found if trial.state == TrialState.COMPLETE]
-    importances, best = {}, ""
-    if len({trial.value for trial in complete}) > 1 and len(params) > 1:  # else nothing is more important
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its evaluator
-            importances = optuna.importance.get_param_importances(study)
-    if complete:
-        games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
-        first = max(complete, key=lambda trial: trial.value)  # the earliest of equal ones, as in Study.complete
-        chosen = [word for name, value in first.params.items() for word in flag(name, value)]
-        best = shlex.join([*line, *games, *chosen])
     score = "mean return" if None in parse_targets(args).values() else "normalised score"
     given = f"runs/{study.study_name}", study.study_name, list(args.env_ids), args.num_seeds, args.last_games, score
-    kept = Study(*given, params, trials, importances, best)
+    kept = Study(*given, params, trials, {}, "")
+    if len({trial.value for trial in kept.complete}) > 1 and len(params) > 1:  # else nothing is more important
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its evaluator
+            kept = replace(kept, importances=optuna.importance.get_param_importances(study))
+    if kept.complete:
+        games = ["--env-id", args.env_ids[0]] if len(args.env_ids) == 1 else []
+        chosen = [word for name, value in kept.complete[0].params.items() for word in flag(name, value)]
+        kept = replace(kept, best=shlex.join([*line, *games, *chosen]))
     studies.write_study(kept)
     return kept
 

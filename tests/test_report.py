@@ -447,7 +447,7 @@ def test_a_study_has_a_section_and_its_runs_none(tmp_path, capsys):
     assert report.main([study.folder, "--out", str(out)]) == 0  # alone
     assert "<h2>Scores" not in (out / "index.html").read_text()
     assert report.main([str(tmp_path / "runs"), "--only", "Pong*", "--out", str(out)]) == 0
-    assert "study-search" not in (out / "index.html").read_text()
+    assert "search" not in (out / "index.html").read_text()
     assert f"notice: {study.folder} is a study, whose trials' runs are left out\n" in capsys.readouterr().err
 
 
