@@ -172,7 +172,7 @@ def test_two_nodes_requeued_and_preempted_are_the_uninterrupted_run(jobs, cluste
 
 def test_the_key_is_read_on_the_node_and_nowhere_else(jobs, cluster):
     (jobs.path / "show.py").write_text(
-        "import os, time\nprint('key of', len(os.environ['WANDB_API_KEY']), 'in', os.environ['SLURM_PROCID'])\n"
+        "import os, time\nprint(f\"key of {len(os.environ['WANDB_API_KEY'])} in {os.environ['SLURM_PROCID']}\")\n"
         "time.sleep(2)\n"
     )
     secret = jobs.path / "key"

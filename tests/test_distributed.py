@@ -273,13 +273,16 @@ def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
 
 
 def test_the_group_is_gone_before_the_interpreter_ends(folder):
-    """gloo's threads, if they are still there at the interpreter's end, now and then abort the process."""
+    """gloo's threads, if they are still there at the interpreter's end, now and then abort the process.
+
+    Both processes print to one pipe, unbuffered: only what is one argument of `print` arrives in one piece.
+    """
     (folder.path / "watched.py").write_text(
         "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
         "import ppo_atari_multigpu as script\n"
         "def name(thread): return open(f'/proc/self/task/{thread}/comm').read()\n"
         "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in name(t)]\n"
-        "def disconnect(): before = gloo(); original(); print('threads:', len(before) > 0, len(gloo()), flush=True)\n"
+        "def disconnect(): before = gloo(); original(); print(f'threads: {len(before) > 0} {len(gloo())}')\n"
         "original, script.process.disconnect = script.process.disconnect, disconnect\n"
         "script.process.run(script.main, script.Args, 'watched.py')\n"
     )
