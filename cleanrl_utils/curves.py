@@ -44,9 +44,9 @@ def by_game(groups: list[Group]) -> dict[str, list[Group]]:
     return found
 
 
-def score(run: Run) -> float:
-    """Mean return of the run's last 100 games; of Stable-Baselines3, the last of its means over 100 games."""
-    returns = run.returns.values[-1:] if run.of_means else run.returns.values[-LAST:]
+def score(run: Run, until: float = math.inf) -> float:
+    """Mean return of the last 100 games to that step; of Stable-Baselines3, the last of its means over 100 games."""
+    returns = run.returns.values[run.returns.steps <= until][-1 if run.of_means else -LAST :]
     return float(returns.mean()) if len(returns) else math.nan
 
 

@@ -104,6 +104,18 @@ def score_table(groups: list[Group]) -> list[list[str]]:
     return rows
 
 
+def same_step_table(groups: list[Group]) -> list[list[str]]:
+    """The scores of a game's experiments at the step where the shortest run ended; nothing to compare gives []."""
+    steps = min(run.steps for group in groups for run in group.runs)
+    if len(groups) == 1 or all(reached(group.runs) == amount(steps) for group in groups):
+        return []
+    rows = [["Experiment", f"Score at {amount(steps)} steps", "Of each run"]]
+    for group in groups:
+        scores = [score(run, steps) for run in group.runs]
+        rows.append([curves.label(group, groups), spread(scores), ", ".join(spread([s]) for s in scores)])
+    return rows
+
+
 def run_table(groups: list[Group]) -> list[list[str]]:
     rows = [["Run", "Seed", "Steps", "of", "Games", "Score", "Steps/s", "Running for", "Started"]]
     for run in (run for group in groups for run in group.runs):
@@ -351,7 +363,8 @@ def game_section(groups: list[Group], pictures: Pictures, videos: dict[str, list
             )
     else:
         parts.append("<p class=note>No game has ended yet.</p>")
-    parts += [table(run_table(groups), 1), time_shares(groups)]
+    parts += [table(rows, 1) for rows in (same_step_table(groups), run_table(groups)) if rows]
+    parts.append(time_shares(groups))
     figures = []
     for run in runs:
         for path in videos[run.folder]:

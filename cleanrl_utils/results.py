@@ -147,6 +147,8 @@ def rebuild(out: str) -> list[str]:
         if any(len(run.returns.steps) for group in of_game for run in group.runs):
             curves.draw_curves(os.path.join(out, picture), of_game, "steps", width, curves.LIGHT)
             lines += [f"![{game}: episodic return over environment steps]({picture})", ""]
+        if same_step := report.same_step_table(of_game):
+            lines += [report.markdown_table(same_step, 1), ""]
         for run in (run for group in of_game for run in group.runs):
             folder = os.path.relpath(run.folder, out)
             lines += [f"### {run.name}", ""]

@@ -310,6 +310,17 @@ def test_the_score_table(tmp_path):
     assert table["Evaluation"] == "\u2013"
 
 
+def test_experiments_are_compared_at_the_same_step(project):
+    """The shortest of the runs ends at 600; a game every 50 steps, with a return of gain * step / 100 + seed."""
+    runs, _ = find_runs([str(project / "runs")], "Pong*")
+    head, mine, other = report.same_step_table(curves.group_runs(runs))
+    assert head == ["Experiment", "Score at 600 steps", "Of each run"]
+    assert mine == ["mine", "8.00 ± 0.71", "7.50, 8.50"]  # the mean of 1, 2, ... 12, with seeds 1 and 2
+    assert other == ["ppo_atari", "4.75 ± 0.71", "4.25, 5.25"]
+    assert report.same_step_table(curves.group_runs(runs)[:1]) == []
+    assert report.same_step_table(curves.group_runs([run for run in runs if run.steps == 1000])) == []
+
+
 def test_evaluations_are_in_the_table(tmp_path):
     for seed, mean in ((1, 18.0), (2, 20.0)):
         folder = make_run(tmp_path, seed, [(100, 1.0)], exp_name="ppo_atari_multigpu")
