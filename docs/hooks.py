@@ -5,12 +5,15 @@ In a page, a line of its own:
     <!-- flags: cleanrl_utils/config.py RunArgs -->    a table of the dataclass's fields
     <!-- docstring: ppo_atari.py -->                   the list in the module's docstring
 
-The navigation's section Tools gets the pages that nothing else in it names.
+The navigation's section Tools gets the pages that nothing else in it names. results/ becomes a part of the pages, which
+link to it where it is, beside docs/.
 """
 
 import ast
 import re
 from pathlib import Path
+
+from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,7 +88,15 @@ def on_config(config: dict) -> dict:
     return config
 
 
+def on_files(files, config):
+    """MkDocs calls it second."""
+    for path in [ROOT / "results" / "README.md", *(ROOT / "results").rglob("*.png")]:
+        files.append(File(str(path.relative_to(ROOT)), str(ROOT), config["site_dir"], config["use_directory_urls"]))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: object) -> str:
     """MkDocs calls it for every page."""
+    markdown = re.sub(r"(\]\((?:\.\./)*)\.\./results/", r"\1results/", markdown)
     markdown = re.sub(r"^<!-- flags: (\S+) (\S+) -->$", lambda m: flag_table(m[1], m[2]), markdown, flags=re.M)
     return re.sub(r"^<!-- docstring: (\S+) -->$", lambda m: docstring_list(m[1]), markdown, flags=re.M)

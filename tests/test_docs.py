@@ -47,6 +47,8 @@ def test_every_page_is_built_and_in_the_navigation(site):
         html = page.replace(".md", ".html")
         assert (site / html).exists() and f'href="{html}"' in index, page
     assert not (site / "hooks.py").exists()
+    results = (site / "results" / "index.html").read_text()
+    assert 'href="results/index.html"' in index and (site / "results" / "Pong.png").exists() and "Pong.png" in results
 
 
 def test_a_visit_needs_no_network(site):
