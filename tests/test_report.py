@@ -4,6 +4,7 @@ import base64
 import html.parser
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -550,6 +551,12 @@ def test_names_are_not_markup(tmp_path):
     text = (tmp_path / "out" / "index.html").read_text()
     assert Page(text).open == [] and not re.search("<[iub]>", text) and "&lt;u&gt;x" in text
     assert "$a^$ <b>\\|_" in (tmp_path / "out" / "scores.md").read_text()
+
+
+def test_times_that_are_no_numbers(tmp_path):
+    points = [("time/env", 1, 1, math.nan), ("time/env", 2, 2, 0.25), ("time/update", 1, 1, math.inf)]
+    text = report.time_shares(curves.group_runs([read_events(write(tmp_path, points))]))
+    assert "25.0 %" in text and "nan" not in text and "inf" not in text and "update" not in text
 
 
 def test_without_rliable_the_rest_is_there(project, tmp_path):
