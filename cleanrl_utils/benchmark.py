@@ -26,6 +26,7 @@ from cleanrl_utils.runs import (
     tool,
     words,
 )
+from cleanrl_utils.submit.spec import flag_value
 
 EVERY = 0.2  # seconds between looks at the runs
 WAITING = ("waiting", "elsewhere")
@@ -70,7 +71,7 @@ def main(args: Args) -> int:
     runs = grid(args, line, flags_of(line))
     if args.workers == 0:
         print(*(run.command for run in runs), sep="\n")
-        print(f"\n# the same runs on a cluster:\n{submit_command(args)}")
+        print(f"\n# the same runs on a cluster:\n{submit_command(args, line)}")
         return 0
     for run in runs:
         rule = f"{run.folder} was begun by another command, `{run.others}`; give these runs another --exp-name"
@@ -91,10 +92,18 @@ def grid(args: Args, line: list[str], flags: set[str]) -> list[Run]:
     return found
 
 
-def submit_command(args: Args) -> str:
-    """The command line that sends the same runs to AWS Batch; `submit_exp --help` knows other places."""
-    command = args.command + f" --exp-name {args.exp_name}" * (args.exp_name is not None)
-    given = ["--provider", "aws", "--docker-tag", "IMAGE", "--job-queue", "QUEUE", "--command", command]
+def submit_command(args: Args, line: list[str]) -> str:
+    """The command line that sends the same runs to AWS Batch; `submit_exp --help` knows other places.
+
+    It starts scripts by its own launcher, and has a flag for what torchrun was told here.
+    """
+    script = next((i for i, word in enumerate(line) if word.endswith(".py")), None)
+    if script is None:
+        return "# (submit_exp takes `python SCRIPT.py` only)"
+    command = ["python", *line[script:], *([] if args.exp_name is None else ["--exp-name", args.exp_name])]
+    processes = flag_value(line[:script], "--nproc-per-node") or ""
+    given = ["--provider", "aws", "--docker-tag", "IMAGE", "--job-queue", "QUEUE", "--command", shlex.join(command)]
+    given += ["--num-processes", processes] if processes.isdigit() and processes != "1" else []
     given += ["--env-ids", *args.env_ids, "--num-seed", str(args.num_seeds), "--start-seed", str(args.start_seed)]
     return f"python -m cleanrl_utils.submit_exp {shlex.join(given)}"
 

@@ -98,7 +98,8 @@ def flag_name(field: str) -> str:
 def require(holds: bool, flag: str, value: object, rule: str) -> None:
     """Usage error naming the flag, the value and the rule, unless the rule holds."""
     if not holds:
-        raise UsageError(f"{flag} {value}".rstrip() + f": {rule}")
+        shown = str(value) if str(value).isprintable() else repr(value)  # one line
+        raise UsageError(f"{flag} {shown}".rstrip() + f": {rule}")
 
 
 def parse(args_class: type, argv: list[str]) -> Any:
@@ -127,13 +128,15 @@ def _ranges(hint: Any) -> list[Range]:
 
 
 def _refuse_flag_values(args_class: type, argv: list[str]) -> None:
-    """`--track True` was right in older scripts: say what is right now."""
+    """`--track True` was right in older scripts: say what is right now. Of `--env A=1 --env B=2` only B would count."""
     booleans = {flag_name(f.name) for f in dataclasses.fields(args_class) if f.type is bool}
-    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
-        flag, _, value = word.replace("_", "-").partition("=")
-        value = value or following
-        if flag in booleans and not value.startswith("-"):
+    lists = {flag_name(f.name) for f in dataclasses.fields(args_class) if typing.get_origin(f.type) is tuple}
+    flags = [word.replace("_", "-").partition("=")[0] for word in argv]
+    for flag, word, following in zip(flags, argv, [*argv[1:], ""], strict=False):
+        value = word.partition("=")[2] or following
+        if flag in booleans and ("=" in word or value.lower() in ("true", "false", "yes", "no", "1", "0")):
             raise UsageError(f"{flag} {value}: takes no value; write {flag} or --no-{flag[2:]}")
+        require(flag not in lists or flags.count(flag) == 1, flag, "", f"is there twice; write {flag} ONE TWO")
 
 
 def _one_line(box: str) -> str:
@@ -142,9 +145,8 @@ def _one_line(box: str) -> str:
     rules = [i for i, line in enumerate(lines) if line and not line.strip("─-")] + [len(lines)]
     start = 1 if box.startswith("╭") else rules.pop(0) + 1  # without UTF-8 a rule follows on the title, not a frame
     message, hints = " ".join(lines[start : rules[0]]).strip(), lines[rules[0] :]
-    flags = (
-        [line for line in hints if line.startswith("--") and line.strip("-")] if "Perhaps you meant:" in hints else []
-    )
+    meant = hints if "Perhaps you meant:" in hints else []
+    flags = [line for line in meant if line.startswith("--") and line.strip("-")]
     return f"{message}{'; perhaps you meant ' * bool(flags)}{' or '.join(flags)} (see --help)"
 
 

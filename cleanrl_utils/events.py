@@ -252,22 +252,25 @@ def _evaluation(folder: str, notes: list[str]) -> dict[str, Any] | None:
 
 def checked_evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The evaluation, whose numbers are numbers; else one of the usual errors of parsing."""
-    return {**evaluation, **{name: float(evaluation[name]) for name in ("mean", "std", "iqm")}}
+    numbers = {name: float(evaluation[name]) for name in ("mean", "std", "iqm")}
+    return {**evaluation, **numbers, "games": int(evaluation.get("games", 0))}
 
 
 def find_runs(paths: Iterable[str], only: str = "*") -> tuple[list[Run], list[str]]:
     """All runs under the paths whose name matches `only`, in the order of their names, and lines on what is wrong.
 
     A run is a folder with event files, or with a kept result (`cleanrl_utils.results`). Those of a study's trials are
-    left out, unless a path is one of them.
+    left out, unless a path is one of them. A folder that several paths lead to is one run.
     """
     runs: list[Run] = []
     notes: list[str] = []
+    seen: set[str] = set()
     for path in paths:
         for folder, name, files in _folders(path):
-            if not fnmatch.fnmatch(name, only):
+            if os.path.realpath(folder) in seen or not fnmatch.fnmatch(name, only):
                 continue
-            if "run.json" in files:
+            seen.add(os.path.realpath(folder))
+            if not any("tfevents" in file for file in files):
                 from cleanrl_utils.results import read_result
 
                 run = read_result(folder, notes)

@@ -23,9 +23,11 @@ from cleanrl_utils.evaluate import (
     find_script,
     load_agent,
 )
+from cleanrl_utils.events import checked_evaluation
 from cleanrl_utils.runs import tool
 from cleanrl_utils.scores import game_name
 
+SHOWN = ("games", "seed", "actions", "sticky_actions", "episodic_life", "median")  # of an evaluation, in the card
 VIDEO = "replay.mp4"  # the hub plays a file of this name beside the model card
 
 
@@ -49,12 +51,14 @@ def find_evaluation(saved: SavedAgent) -> tuple[dict[str, Any] | None, str]:
     """What `cleanrl_utils.evaluate` has written about this agent, if it has, and the folder of it."""
     try:
         with open(os.path.join(saved.results_folder, RESULT)) as file:
-            result = json.load(file)
+            result = checked_evaluation(json.load(file))
+        _ = [result[name] for name in SHOWN], result["human_normalized"]["mean"]
         same = result["global_step"] == saved.global_step and result["env_id"] == saved.env_id
     except FileNotFoundError:
         return None, saved.results_folder
     except (ValueError, KeyError, TypeError, OSError) as error:
-        print(f"warning: skipped {saved.results_folder}/{RESULT}: {error}", file=sys.stderr)
+        line = f"{type(error).__name__}: {error}"
+        print(f"warning: skipped {saved.results_folder}/{RESULT}: {line}", file=sys.stderr)
         return None, saved.results_folder
     if not same:
         steps = f"is of step {result['global_step']}, the checkpoint of {saved.global_step}"
@@ -69,10 +73,10 @@ def training_command(saved: SavedAgent) -> str:
     return f"{launcher} {shlex.join(saved.command)}"
 
 
-def model_card(saved: SavedAgent, result: dict[str, Any] | None, where: str, files: list[str]) -> str:
+def model_card(saved: SavedAgent, result: dict[str, Any] | None, where: str, script: str | None) -> str:
     """README.md with the hub's metadata: https://huggingface.co/docs/hub/model-cards
 
-    `where`: the repository, or the folder's name; `files`: those beside it.
+    `where`: the repository, or the folder's name; `script`: the name of the one beside it.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -114,18 +118,19 @@ def model_card(saved: SavedAgent, result: dict[str, Any] | None, where: str, fil
             *[("human-normalized mean", f"{human['mean']:.3f}") for _ in [0] if human["mean"] is not None],
         ]
         text.append("## Evaluation\n\n| | |\n|---|---|\n" + "\n".join(f"| {k} | {v} |" for k, v in rows) + "\n")
-    script = saved.command[0] if saved.command[0] in files else None
     folder = os.path.basename(where)
     download = f"hf download {where} --local-dir {folder}\n" if "/" in where else ""
+    evaluate = shlex.join([folder, *(["--script", f"{folder}/{script}"] if script else [])])
     text.append(
         f"## Use\n\n```bash\n# in a checkout of the project that trained it, after `make setup`\n{download}"
-        f"python -m cleanrl_utils.evaluate {folder}{f' --script {folder}/{script}' if script else ''}\n```\n\n"
+        f"python -m cleanrl_utils.evaluate {evaluate}\n```\n\n"
         "`model.safetensors` holds the weights of the script's `Agent`, `config.json` what it was trained with"
         + (f", `{script}` is the script; read it before you run it.\n" if script else ".\n")
     )
     versions = ", ".join(f"{name} {value}" for name, value in saved.machine.items())
     text.append(f"## Training\n\n```bash\n{training_command(saved)}\n```\n\n{versions}\n")
-    config = "\n".join(f"| {name} | {value} |" for name, value in sorted(saved.config.items()))
+    escaped = {name: str(value).replace("|", "\\|") for name, value in sorted(saved.config.items())}
+    config = "\n".join(f"| {name} | {value} |" for name, value in escaped.items())
     text.append(f"| hyperparameter | value |\n|---|---|\n{config}\n")
     return "\n".join(text)
 
@@ -162,16 +167,16 @@ def export(args: Args) -> None:
     files = {"config.json": _json(_config(saved))}
     if result:
         files[RESULT] = _json(result)
-    if script:
-        files[saved.command[0]] = script.read_text()
-    files["README.md"] = model_card(
-        saved, result, args.push_to_hub or os.path.basename(os.path.abspath(out)), list(files)
-    )
-    weights = {name: tensor.contiguous() for name, tensor in saved.weights.items()}
+    where = args.push_to_hub or os.path.basename(os.path.abspath(out))
+    files["README.md"] = model_card(saved, result, where, saved.command[0] if script else None)
+    # copies: the format has no tensors that share their memory, as tied weights do
+    weights = {name: tensor.contiguous().clone() for name, tensor in saved.weights.items()}
     parent = os.path.dirname(os.path.abspath(out))
     try:
         os.makedirs(parent, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent) as made:  # all of it, or nothing
+            if script:
+                shutil.copyfile(script, os.path.join(made, saved.command[0]))
             for name, text in files.items():
                 with open(os.path.join(made, name), "w") as file:
                     file.write(text)
@@ -213,7 +218,11 @@ def push(folder: str, repo: str, private: bool) -> None:
     api = huggingface_hub.HfApi(library_name="cleanrl-distributed")
     try:
         url = api.create_repo(repo, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="A PPO agent by cleanrl-distributed")
+        if private and not api.model_info(url.repo_id).private:  # it was there, and stays as it is
+            raise Fault(f"--private: {repo} is a public repository; nothing was uploaded")
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="A PPO agent by cleanrl-distributed")
+    except Fault:
+        raise
     except Exception as error:  # whatever the hub or the network says
         raise Fault(f"--push-to-hub {repo}: {type(error).__name__}: {error}".splitlines()[0]) from None
     print(f"uploaded to {url}")

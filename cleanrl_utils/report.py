@@ -316,8 +316,8 @@ def time_shares(groups: list[Group]) -> str:
         means: dict[str, list[float]] = {}
         for run in group.runs:
             for tag, series in run.series.items():
-                if tag.startswith("time/"):
-                    means.setdefault(tag[5:], []).append(float(series.values.mean()))
+                if tag.startswith("time/") and np.isfinite(series.values).any():
+                    means.setdefault(tag[5:], []).append(float(series.values[np.isfinite(series.values)].mean()))
         if means:
             shares[curves.label(group, groups)] = {part: float(np.mean(values)) for part, values in means.items()}
     names = list(dict.fromkeys(part for parts in shares.values() for part in parts))

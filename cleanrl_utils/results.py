@@ -16,6 +16,7 @@ import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 import tyro
@@ -118,8 +119,9 @@ def read_result(folder: str, notes: list[str]) -> Run | None:
         games = _read_table(os.path.join(folder, GAMES))
         series = _read_table(os.path.join(folder, ITERATIONS)) | {f"charts/{tag}": s for tag, s in games.items()}
         name = os.path.basename(os.path.abspath(folder))
-        run = Run(name, folder, about["env_id"], about["exp_name"], about["seed"], series)
-        run.params, run.facts = about["arguments"], about["facts"]
+        seed = None if about["seed"] is None else int(about["seed"])
+        run = Run(name, folder, str(about["env_id"]), str(about["exp_name"]), seed, series)
+        run.params, run.facts = dict(about["arguments"]), dict(about["facts"])
         run.of_means, evaluation = about["of_means"], about["evaluation"]
         run.evaluation = checked_evaluation(evaluation) if evaluation else None
         return run
@@ -154,7 +156,7 @@ def rebuild(out: str) -> list[str]:
             lines += [f"### {run.name}", ""]
             if len(run.returns.steps):
                 curves.draw_run(os.path.join(run.folder, "curve.png"), run, width)
-                lines += [f"![Every game of {run.name}]({folder}/curve.png)", ""]
+                lines += [f"![Every game of {run.name}]({quote(folder)}/curve.png)", ""]
             else:
                 lines += ["No game has ended.", ""]
             facts = {k: v for k, v in run.facts.items() if k not in ("command", "note") and v}
@@ -177,6 +179,12 @@ def rebuild(out: str) -> list[str]:
 def keep(args: Args) -> None:
     """Keep the runs, and make the page and pictures of all that are kept."""
     curves.require_matplotlib()
+    names = [os.path.basename(os.path.abspath(path)) for path in args.runs]
+    for path, name in zip(args.runs, names, strict=True):
+        if names.count(name) > 1:
+            raise UsageError(
+                f"{path}: another of these runs has this name, and {os.path.join(args.out, name)} is one's"
+            )
     for path in args.runs:
         runs, notes = find_runs([path]) if os.path.isdir(path) else ([], [f"{path}: does not exist"])
         for note in notes:

@@ -91,13 +91,17 @@ def read_study(folder: str) -> Study:
     ]
     for trial in trials:
         if trial.state == "complete":
-            _ = float(trial.value), [trial.params[param.name] for param in params]  # type: ignore[arg-type]
+            _ = float(trial.value)  # type: ignore[arg-type]
+            for param in params:
+                value, choices = trial.params[param.name], [word(choice) for choice in param.choices]
+                _ = choices.index(word(value)) if choices else float(value)
     return Study(**{**told, "folder": folder, "params": params, "trials": trials})
 
 
 def find_studies(paths: Iterable[str], notes: list[str]) -> list[Study]:
     """All studies under the paths; notes get a line for what is wrong."""
-    folders = sorted({folder for path in paths for folder, _, files in os.walk(path) if STUDY in files})
+    every = {os.path.realpath(f): f for path in paths for f, _, files in os.walk(path) if STUDY in files}
+    folders = sorted(every.values())
     found = []
     for folder in folders:
         try:

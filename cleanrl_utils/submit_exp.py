@@ -178,11 +178,20 @@ def sizes(args: Args, machine: dict[str, Any] | None) -> tuple[dict[str, int | N
 
 def check_flags(args: Args, words: list[str]) -> None:
     """Flags against each other, and against the words of the command."""
-    for name, providers in ONLY.items():
-        default = next(field.default for field in dataclasses.fields(Args) if field.name == name)
-        value = getattr(args, name)
+    for field in dataclasses.fields(Args):
+        value, providers = getattr(args, field.name), ONLY.get(field.name, (args.provider,))
         rule = f"applies to --provider {' and '.join(providers)} only"
-        require(value == default or args.provider in providers, flag_name(name), value, rule)
+        require(value == field.default or args.provider in providers, flag_name(field.name), value, rule)
+        given = value if isinstance(value, tuple) else (value,)
+        require("" not in given, flag_name(field.name), "''", "must not be empty")  # of an unset variable of a shell
+    for flag, size, most in (
+        ("--num-gpu", args.num_gpu, 1000),
+        ("--num-processes", args.num_processes, 1000),
+        ("--num-vcpu", args.num_vcpu, 10**5),
+        ("--num-memory", args.num_memory, 10**9),
+        ("--shm-size", args.shm_size, 10**9),
+    ):
+        require((size or 0) <= most, flag, size, f"must be {most} or less")
     games = " ".join(args.env_ids)
     require(
         not games or common.flag_value(words, "--env-id") is None, "--env-ids", games, "the command has --env-id too"
@@ -202,8 +211,11 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     outputs, machine = read_outputs(args.terraform_outputs), None
     if args.terraform_outputs is not None:
         queues = outputs.get("job_queues")
-        known = {"spot", "gpus", "vcpus", "memory_mib", "machine"}
-        fine = isinstance(queues, dict) and all(isinstance(q, dict) and known <= q.keys() for q in queues.values())
+        known = {"spot": bool, "gpus": int, "vcpus": int, "memory_mib": int, "machine": str}
+        fine = isinstance(queues, dict) and all(
+            isinstance(q, dict) and all(isinstance(q.get(name), kind) for name, kind in known.items())
+            for q in queues.values()
+        )
         rule = "has no job_queues as cloud/ makes them; was it applied?"
         require(bool(queues) and fine, "--terraform-outputs", args.terraform_outputs, rule)
         assert isinstance(queues, dict)
@@ -214,12 +226,16 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     size, num_processes = sizes(args, machine)
     alone = os.path.basename(words[1]) != "ppo_atari.py" or num_processes * args.num_nodes == 1
     require(alone, "--command", args.command, "ppo_atari.py is one process; use ppo_atari_multigpu.py")
+    most = 2**31 - 1  # seconds, as schedulers count them
+    require((args.num_hours or 0) * 3600 <= most, "--num-hours", args.num_hours, f"must be {most // 3600} or less")
     tracked = any(word.replace("_", "-") == "--track" for word in words)
     secret = args.wandb_secret or (outputs.get("wandb_secret_arn") if tracked else None)
-    if tracked and args.provider in IMAGES and env.get("WANDB_MODE") != "offline":
+    if tracked and args.provider in IMAGES and env.get("WANDB_MODE") not in ("offline", "dryrun", "disabled"):
         require(secret is not None, "--track", "", "needs --wandb-secret, or --env WANDB_MODE=offline")
     folder = args.checkpoint_dir or outputs.get("checkpoint_url")
-    if folder is None or folder.startswith("pvc:") or (args.provider == "docker" and "://" not in folder):
+    claim = folder is not None and folder.startswith("pvc:")
+    require(not claim or args.provider == "kubernetes", "--checkpoint-dir", folder, "pvc: is of Kubernetes only")
+    if folder is None or claim or (args.provider == "docker" and "://" not in folder):
         kept = []  # mounted where the script writes by itself
     else:
         kept = ["--checkpoint-dir", folder if "://" in folder else os.path.abspath(folder)]
@@ -231,6 +247,8 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
 
     specs: list[JobSpec] = []
     num_jobs = max(1, len(args.env_ids)) * args.num_seed
+    alone = "WANDB_RUN_ID" not in env or num_jobs == 1
+    require(alone, "--env", "WANDB_RUN_ID", f"is one W&B run, and these are {num_jobs}, which get an id each")
     places = [Place()] * num_jobs
     if args.provider in MACHINES:
         places = local.places(num_jobs, args.num_gpu, args.num_vcpu)
@@ -239,7 +257,7 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
         for seed in range(args.start_seed, args.start_seed + args.num_seed):
             game = env_id or common.flag_value(words, "--env-id")
             parts = [game, exp_name, str(seed), submission.rpartition("-")[2]]
-            name = common.short_name("__".join(filter(None, parts)), 100, r"\w.-")
+            name = common.short_name("__".join(filter(None, parts)), 100, "A-Za-z0-9_.-")
             added = ["--env-id", env_id] if env_id else []
             added += ["--seed", str(seed), "--run-name", name, "--resume", *kept]
             own = {"WANDB_RUN_ID": common.short_name(name, 64)} if tracked else {}  # attempts are one W&B run
@@ -269,7 +287,8 @@ def make_specs(args: Args, submission: str) -> list[JobSpec]:
     for spec in specs:
         common.check(spec)
         provider.check(spec)
-    common.check_secrets("".join(provider.show(provider.render(spec)) + repr(spec) for spec in specs), secret)
+    rendered = "".join(provider.show(provider.render(spec)) for spec in specs)
+    common.check_secrets(rendered + json.dumps([dataclasses.asdict(spec) for spec in specs]), secret)
     return specs
 
 
@@ -296,7 +315,8 @@ def make_image(args: Args) -> None:
 def quiet(*argv: str) -> str | None:
     """A command's output, or None where it can't be had."""
     try:
-        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+        done = subprocess.run(argv, check=True, capture_output=True, text=True, errors="replace", timeout=30)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -335,6 +355,8 @@ def submit(argv: list[str]) -> int:
     specs = make_specs(args, submission)
     common.check_secrets(json.dumps(argv), args.wandb_secret)
     script.check(specs)
+    if args.watch:
+        watch.require_rich()
     provider = provider_of(args.provider)
     if args.dry_run:
         for line in image_commands(args):
@@ -427,13 +449,18 @@ def retry(provider: Any, record: records.Record) -> int:
 def main(argv: list[str]) -> int:
     earlier = argv[0] if argv and argv[0] in ("status", "watch", "cancel", "retry") else None
     try:
-        given = [word for word in argv if word.replace("_", "-").split("=")[0] == "--wandb-key"]
-        require(not given, "--wandb-key", "", "a key on a command line can be read by others; use --wandb-secret")
+        for word in argv:
+            flag = word.replace("_", "-").partition("=")[0]
+            own = not flag.startswith("--") or flag == "--wandb-secret" or common.SECRET_NAME.search(flag) is None
+            require(own, flag, "", "a key on a command line can be read by others; use --wandb-secret")
         if earlier is None:
             return submit(argv)
-        record = records.load(parse(Earlier, argv[1:]).submission)
+        given = parse(Earlier, argv[1:]).submission
+        record = records.load(given)
         provider = provider_of(record["provider"])
         if earlier in ("cancel", "retry"):
+            rule = "was sent from another folder; go there, where its record and its runs are"
+            require(os.path.isfile(records.path(record["submission"])), earlier, given, rule)
             return (cancel if earlier == "cancel" else retry)(provider, record)
         return watch.follow(provider, record, once=earlier == "status")
     except UsageError as error:

@@ -5,6 +5,7 @@ import copy
 import csv
 import difflib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -255,6 +256,10 @@ def open_study(args: Args, name: str) -> Any:
                 "--last-games": args.last_games,
             }
             before = study.user_attrs.get("flags")
+            plain = study.directions == [optuna.study.StudyDirection.MAXIMIZE]
+            told = any(trial.state != optuna.trial.TrialState.WAITING for trial in study.get_trials(deepcopy=False))
+            rule = "is in this storage, and of another program; choose another name"
+            require(before is not None or (plain and not told), "--study-name", name, rule)
             if before is None:
                 study.set_user_attr("flags", given)
     for flag_, value in given.items():
@@ -339,6 +344,8 @@ class Trial:
             return f"{self.run.how_it_ended}, log {self.run.log}"
         self._returns.read(now=True)
         mean = self._returns.mean(self._args.last_games)
+        if mean is not None and not math.isfinite(mean):
+            return f"the mean return is {mean}; log {self.run.log}"
         if mean is None:
             return f"no game was finished, or there are no charts/episodic_return; log {self.run.log}"
         ending = self._report(sys.maxsize)
@@ -370,7 +377,7 @@ class Trial:
         while total and self._reports < REPORTS and step >= total * (self._reports + 1) / REPORTS:
             self._reports += 1
             mean = self._returns.mean(self._args.last_games, total * self._reports / REPORTS)
-            if mean is None:
+            if mean is None or not math.isfinite(mean):
                 continue
             scores = [*self._scores, self._normalized(mean)]
             try:

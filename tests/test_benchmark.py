@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, alive, children, kill_group, scalars, wait_until
 
-from cleanrl_utils import benchmark, runs
+from cleanrl_utils import benchmark, runs, submit_exp
+from cleanrl_utils.submit.spec import split_command
 
 FAKE = f"python {ROOT / 'tests' / 'fake_training.py'}"
 
@@ -165,6 +167,9 @@ def test_gpus_are_counted(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert runs.gpus() == ["0", "1"] and [place.gpus for place in runs.places(3)] == [("0",), ("1",), ("0",)]
+    for given, names in (("0, 2", ["0", "2"]), ("3,-1,1", ["3"]), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert runs.gpus() == names
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert runs.gpus() == [] and str(runs.Place((0, 1, 4), ("7",))) == "cores 0-1,4, GPU 7"
 
@@ -179,6 +184,14 @@ def test_only_shown(folder, here):
         f"--command '{FAKE} --quality 2 --exp-name two' --env-ids A ALE/B --num-seed 2 --start-seed 1"
     )
     assert os.listdir(folder.path) == []
+
+
+def test_what_is_shown_for_a_cluster_is_what_submit_exp_takes():
+    args = benchmark.Args(command="", env_ids=("A",))
+    line = ["torchrun", "--standalone", "--nproc-per-node", "2", "a b.py", "--track"]
+    given = submit_exp.parse(submit_exp.Args, shlex.split(benchmark.submit_command(args, line))[3:])
+    assert (split_command(given.command), given.num_processes) == (["python", "a b.py", "--track"], 2)
+    assert benchmark.submit_command(args, ["false"]).startswith("# (submit_exp takes `python SCRIPT.py` only")
 
 
 BAD = {

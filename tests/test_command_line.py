@@ -10,6 +10,7 @@ from conftest import MULTI, command
 
 import ppo_atari
 import ppo_atari_multigpu
+from cleanrl_utils import evaluate
 
 # flags -> what the line must say
 BAD = {
@@ -49,6 +50,7 @@ BAD = {
     "--cuda=False": "--cuda False: takes no value; write --cuda or --no-cuda",
     "--capture_video False": "--capture-video False: takes no value",
     "--anneal-lr 1": "--anneal-lr 1: takes no value",
+    "--wandb-tags a --wandb-tags b": "--wandb-tags: is there twice; write --wandb-tags ONE TWO",
     "--run-name ../elsewhere": "--run-name '../elsewhere': must be a name",
     "--run-name /tmp/x": "--run-name '/tmp/x': must be a name",
     "--no-such-flag 3": "--no-such-flag",
@@ -137,6 +139,7 @@ def test_none_and_numbers(monkeypatch):
     assert parse(ppo_atari.Args, ["--target-kl", "0.01"]).target_kl == 0.01
     assert parse(ppo_atari.Args, ["--local-num-envs", "3"]).num_envs == 3
     assert parse(ppo_atari.Args, ["--num_envs", "3", "--no-cuda"]) == ppo_atari.Args(num_envs=3, cuda=False)
+    assert parse(evaluate.Args, ["--greedy", "runs/first"]) == evaluate.Args("runs/first", greedy=True)
 
 
 def test_every_flag_is_explained():

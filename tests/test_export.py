@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from test_evaluate import BREAKOUT, FIRE, error, here, played, policy, save  # noqa: F401  (here: a fixture)
 
 from cleanrl_utils import evaluate, export
+from cleanrl_utils.config import Fault
 
 
 def exported(*argv):
@@ -85,6 +88,49 @@ def test_an_export_has_nothing_of_the_agent_before_it(capsys):
     assert ModelCard.load("out/README.md").data.eval_results is None
 
 
+def test_odd_names_scripts_weights_and_evaluations(tmp_path, capsys):
+    weights = policy(BREAKOUT)
+    weights["tied"] = weights["critic.bias"]  # a changed script's; the format has no shared memory
+    save("runs/a b", weights=weights)
+    (tmp_path / "mine.py").write_bytes("# -*- coding: latin-1 -*-\n# größe\n".encode("latin-1"))
+    (tmp_path / "runs/a b/evaluation.json").write_text(json.dumps({"global_step": 1000, "env_id": BREAKOUT, "mean": 1}))
+    exported("runs/a b", "--script", "mine.py")
+    assert "warning: skipped runs/a b/evaluation.json: KeyError: 'std'" in capsys.readouterr().err.replace(
+        f"{tmp_path}/", ""
+    )
+    assert (tmp_path / "exports/a b/ppo_atari.py").read_bytes() == (tmp_path / "mine.py").read_bytes()
+    assert "tied" in load_file("exports/a b/model.safetensors")
+    card = (tmp_path / "exports/a b/README.md").read_text()
+    assert "python -m cleanrl_utils.evaluate 'a b' --script 'a b/ppo_atari.py'\n" in card
+    saved = evaluate.load_agent("exports/a b")
+    saved.config["exp_name"] = "x|y"
+    assert "| exp_name | x\\|y |\n" in export.model_card(saved, None, "x", None)
+
+
+def test_a_repository_that_is_there_is_asked_whose_it_is_and_whether_it_is_private(monkeypatch):
+    done = {}
+
+    class Api:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, repo, **_):
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{repo}")
+
+        def model_info(self, repo):
+            return SimpleNamespace(private=False)
+
+        def upload_folder(self, **given):
+            done.update(given)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    with pytest.raises(Fault, match="--private: pong is a public repository; nothing was uploaded"):
+        export.push("folder", "pong", private=True)
+    assert done == {}
+    export.push("folder", "pong", private=False)
+    assert done["repo_id"] == "me/pong"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -140,6 +186,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
             answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.server.url}/me/pong/commit/0"}
         answer = json.dumps(answer).encode()
         self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def do_GET(self):
+        answer = json.dumps({"id": "me/pong", "private": True}).encode()
+        self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

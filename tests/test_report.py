@@ -4,6 +4,7 @@ import base64
 import html.parser
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -152,6 +153,25 @@ def test_a_resumed_run_counts_no_step_twice(tmp_path):
     assert run.series[LOSS].seconds.tolist() == [10, 20, 30 + 10 + 5] and run.seconds == 45
     shown = scalars(str(tmp_path))
     assert {tag: list(zip(s.steps, s.values, strict=True)) for tag, s in run.series.items()} == shown
+
+
+def test_a_folder_that_several_paths_lead_to_is_one_run(tmp_path):
+    folder = write(tmp_path / "runs" / "PongNoFrameskip-v4__mine__1__1", game(1, 1, 1.0))
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for paths in (
+        [tmp_path / "runs", folder],
+        [tmp_path / "runs", f"{tmp_path}/runs/."],
+        [tmp_path, tmp_path / "link"],
+    ):
+        ((run,), notes) = find_runs(map(str, paths))
+        assert notes == [] and run.seed == 1
+
+
+def test_a_file_of_another_program_beside_the_events(tmp_path):
+    (tmp_path / "run.json").write_text('{"experiment": {}, "status": "COMPLETED"}')
+    write(tmp_path, game(1, 1, 1.0))
+    ((run,), notes) = find_runs([str(tmp_path)])
+    assert notes == [] and run.returns.values.tolist() == [1.0]
 
 
 def test_a_folder_continued_without_saying_so(tmp_path):
@@ -329,11 +349,15 @@ def test_evaluations_are_in_the_table(tmp_path):
     broken = make_run(tmp_path, 3, [(100, 1.0)], exp_name="ppo_atari_multigpu")
     with open(f"{broken}/evaluation.json", "w") as file:
         file.write('{"mean": nul')
+    foreign = make_run(tmp_path, 4, [(100, 1.0)], exp_name="ppo_atari_multigpu")
+    with open(f"{foreign}/evaluation.json", "w") as file:
+        file.write('{"mean": 1, "std": 1, "iqm": 1, "games": "many"}')
     runs, notes = find_runs([str(tmp_path)])
     head, row = report.score_table(curves.group_runs(runs))
     table = dict(zip(head, row, strict=True))
     assert table["Evaluation"] == "19.00 ± 1.41 (20 games, 2 seeds)" and table["CleanRL, 10 M steps"] == "20.34 ± 0.43"
-    assert len(notes) == 1 and "evaluation.json can't be read: JSONDecodeError" in notes[0]
+    assert len(notes) == 2 and "evaluation.json can't be read: JSONDecodeError" in notes[0]
+    assert "evaluation.json can't be read: ValueError" in notes[1]
 
 
 def test_aggregates(project):
@@ -479,6 +503,15 @@ def test_a_study_that_can_not_be_read_is_a_line(tmp_path, damage, capsys):
     assert err.startswith(f"notice: {study.folder}/study.json can't be read: ") and err.count("\n") == 1, err
 
 
+def test_a_study_whose_trials_do_not_fit_its_flags(tmp_path):
+    study = make_study(tmp_path)
+    text = (Path(study.folder) / "study.json").read_text()
+    for old, new in (('"steps": "128"', '"steps": "999"'), ('"lr": 0.001', '"lr": "fast"')):
+        notes: list[str] = []
+        (Path(study.folder) / "study.json").write_text(text.replace(old, new))
+        assert studies.find_studies([study.folder], notes) == [] and "can't be read: ValueError" in notes[0]
+
+
 def test_the_order_of_videos(tmp_path):
     """Of an evaluation, the latest game, the first; wherever runs/ is, also of runs in folders."""
     run = read_events(make_run(tmp_path / "runs" / "grid", 1, [(1, 1.0)]))
@@ -529,6 +562,12 @@ def test_names_are_not_markup(tmp_path):
     text = (tmp_path / "out" / "index.html").read_text()
     assert Page(text).open == [] and not re.search("<[iub]>", text) and "&lt;u&gt;x" in text
     assert "$a^$ <b>\\|_" in (tmp_path / "out" / "scores.md").read_text()
+
+
+def test_times_that_are_no_numbers(tmp_path):
+    points = [("time/env", 1, 1, math.nan), ("time/env", 2, 2, 0.25), ("time/update", 1, 1, math.inf)]
+    text = report.time_shares(curves.group_runs([read_events(write(tmp_path, points))]))
+    assert "25.0 %" in text and "nan" not in text and "inf" not in text and "update" not in text
 
 
 def test_without_rliable_the_rest_is_there(project, tmp_path):
@@ -638,6 +677,11 @@ def test_a_kept_run_in_which_no_game_has_ended(tmp_path):
     assert not list((tmp_path / "kept").rglob("*.png"))
 
 
+def test_the_page_s_links_to_odd_names(tmp_path):
+    assert results.main([write(tmp_path / "a (b)", game(1, 1, 1.0)), "--out", str(tmp_path / "kept")]) == 0
+    assert "](a%20%28b%29/curve.png)" in (tmp_path / "kept" / "README.md").read_text()
+
+
 def test_long_runs_are_thinned():
     """2500 points in 3s: 833 rows of means and a rest of one, at the last step of each."""
     thin = results.thinned(series(range(1, 2501), range(2500)))
@@ -652,16 +696,20 @@ def test_what_can_not_be_kept_or_read(project, tmp_path, capsys):
         (["nowhere"], "nowhere: 0 runs; name the folder of one run"),
         ([str(project / "runs")], "8 runs; name the folder of one run"),
         (["--out", str(tmp_path / "none")], "no kept results"),
+        (["a/x", "b/x/"], "a/x: another of these runs has this name, and results/x is one's"),
     ):
         assert results.main(argv) == 2
         assert line in capsys.readouterr().err
     run = str(project / "runs" / "PongNoFrameskip-v4__mine__1__1")
     out = tmp_path / "kept"
     assert results.main([run, "--out", str(out)]) == 0
+    about = json.loads((out / os.path.basename(run) / "run.json").read_text())
     for number, damage in enumerate(
         [
             lambda folder: (folder / "run.json").write_text("{"),
             lambda folder: (folder / "run.json").write_text("{}"),
+            lambda folder: (folder / "run.json").write_text(json.dumps({**about, "facts": None})),
+            lambda folder: (folder / "run.json").write_text(json.dumps({**about, "seed": "one"})),
             lambda folder: (folder / "games.csv.gz").unlink(),
             lambda folder: (folder / "games.csv.gz").write_bytes((folder / "games.csv.gz").read_bytes()[:-9]),
             lambda folder: (folder / "iterations.csv.gz").write_bytes(b"text"),
@@ -672,7 +720,7 @@ def test_what_can_not_be_kept_or_read(project, tmp_path, capsys):
     capsys.readouterr()
     assert results.main(["--out", str(out)]) == 0
     err = capsys.readouterr().err
-    assert err.count("notice: ") == err.count("is no kept result: ") == 5, err
+    assert err.count("notice: ") == err.count("is no kept result: ") == 7, err
 
 
 def test_the_kept_results_of_the_repository():

@@ -1,5 +1,6 @@
 """submit_exp: what each provider would be sent, moto's Batch, real local processes, and no secret anywhere."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -157,7 +158,8 @@ def test_terraform_s_outputs_give_roles_checkpoints_and_the_machine(tmp_path):
     path.write_text("[]")
     with pytest.raises(UsageError, match="not the file of `terraform output -json`"):
         with_queue("t4")
-    for nothing in ("{}", '{"job_queues": {"value": null}}', '{"job_queues": {"value": {"t4": {}}}}'):
+    words = json.dumps({"job_queues": {"value": {"t4": {**OUTPUTS["job_queues"]["t4"], "gpus": "4"}}}})
+    for nothing in ("{}", '{"job_queues": {"value": null}}', '{"job_queues": {"value": {"t4": {}}}}', words):
         path.write_text(nothing)  # before `terraform apply`, or of other outputs
         with pytest.raises(UsageError, match="has no job_queues as cloud/ makes them"):
             with_queue("t4")
@@ -173,6 +175,24 @@ REFUSED = [
     ("aws", ["--env", "AWS_BATCH_X=1"], "--env AWS_BATCH_X: must not start with AWS_BATCH"),
     ("aws", ["--env", "X"], "--env X: must be NAME=VALUE"),
     ("aws", ["--env", "X="], "--env X: must not be empty"),
+    ("aws", ["--env", "X=1", "X=2"], "--env X: is there twice"),
+    ("aws", ["--env", "X=1", "--env", "Y=2"], "--env: is there twice; write --env ONE TWO"),
+    ("aws", ["--num-seed", 2, "--env", "WANDB_RUN_ID=x"], "--env WANDB_RUN_ID: is one W&B run, and these are 2"),
+    ("local", ["--num-gpu", 1, "--env", "CUDA_VISIBLE_DEVICES=1"], "--env CUDA_VISIBLE_DEVICES: is given by --num-gpu"),
+    ("aws", ["--num-hours", 1e308], "--num-hours 1e+308: must be 596523 or less"),
+    ("slurm", ["--num-hours", 600_000], "--num-hours 600000.0: must be 596523 or less"),
+    ("aws", ["--checkpoint-dir", ""], "--checkpoint-dir '': must not be empty"),
+    ("local", ["--env-ids", ""], "--env-ids '': must not be empty"),
+    ("aws", ["--wandb-api-key", "unknown"], "--wandb-api-key: a key on a command line can be read by others"),
+    ("aws", ["--job-queue", "a\nb"], "--job-queue 'a\\nb': must be a queue's name"),
+    ("slurm", ["--job-queue", "a\nb"], "--job-queue 'a\\nb': must be a partition"),
+    ("aws", ["--checkpoint-dir", "file:///x"], "--checkpoint-dir file:///x: must be a URL such as s3://"),
+    ("kubernetes", ["--checkpoint-dir", "memory://x"], "--checkpoint-dir memory://x: must be a URL such as s3://"),
+    ("docker", ["--checkpoint-dir", "file:///x"], "--checkpoint-dir file:///x: must be a folder, which is mounted"),
+    ("slurm", ["--num-retries", 2, "--checkpoint-dir", "pvc:x"], "--checkpoint-dir pvc:x: pvc: is of Kubernetes only"),
+    ("kubernetes", ["--num-nodes", 1001], "--num-nodes 1001: must be 1 .. 1000"),
+    ("local", ["--num-gpu", 10**12], "--num-gpu 1000000000000: must be 1000 or less"),
+    ("slurm", ["--num-memory", 10**12], "--num-memory 1000000000000: must be 1000000000 or less"),
     ("aws", ["--env", f"WANDB_API_KEY={KEY}"], "--env WANDB_API_KEY: looks like a secret"),
     ("aws", ["--env", f"X={KEY}"], "the value of WANDB_API_KEY is in what would be sent"),
     ("aws", ["--wandb-secret", KEY], "--wandb-secret: must be the ARN"),
@@ -184,6 +204,7 @@ REFUSED = [
     ("slurm", ["--num-memory", 599, "--num-processes", 2], "--num-memory 599: must be 300 or more for each of 2"),
     ("kubernetes", ["--num-gpu", 3, "--num-processes", 2], "--num-gpu 3: --num-processes 2 would leave 1 of them idle"),
     ("aws", ["--docker-tag", "Me/X:1"], "--docker-tag Me/X:1: must be an image"),
+    ("kubernetes", ["--docker-tag", "ghcr.io/Me/x:1"], "--docker-tag ghcr.io/Me/x:1: must be an image"),
     ("aws", ["--env", "X=" + "y" * 9000], "must fit in 8192"),
     ("aws", ["--namespace", "x"], "--namespace x: applies to --provider kubernetes only"),
     ("aws", ["--env-ids", "A", "A"], "--env-ids A A: names a game twice"),
@@ -193,6 +214,7 @@ REFUSED = [
     ("kubernetes", ["--checkpoint-dir", "pvc:A_b"], "--checkpoint-dir pvc:A_b: must be a URL such as"),
     ("kubernetes", ["--namespace", "Me"], "--namespace Me: must be a lower-case DNS label"),
     ("kubernetes", ["--job-queue", "a_b"], "--job-queue a_b: must be the name of a Kueue LocalQueue"),
+    ("kubernetes", ["--node-selector", "a=1", "a=2"], "--node-selector a a: names a label twice"),
     ("kubernetes", ["--node-selector", "a"], "--node-selector a: must be LABEL=VALUE"),
     ("kubernetes", ["--spot", "--checkpoint-dir", "s3://b"], "--spot: needs --node-selector"),
     ("kubernetes", ["--kubernetes-kind", "trainjob", "--num-retries", 2, "--checkpoint-dir", "s3://b"], "use jobset"),
@@ -221,7 +243,7 @@ def test_bad_requests_are_one_line_before_anything_is_sent(submit, provider, wor
     given += ["--job-queue", "q"] if provider == "aws" else []
     done = submit(*given, *words)
     assert done.code == 2 and done.out == "" and done.err.count("\n") == 1
-    assert error in done.err and KEY not in done.err
+    assert error in done.err and KEY not in done.err and "unknown" not in done.err
     assert not (tmp_path / "submissions").exists()
 
 
@@ -312,6 +334,25 @@ def conforms(shape, value, where="request"):
         assert value in (getattr(shape, "enum", None) or [value]), (where, value)
 
 
+def test_images_are_those_that_docker_takes():
+    tagged = ("localhost:5000/x", "host:5000/me/x:1", "123456789012.dkr.ecr.us-east-1.amazonaws.com/cleanrl:V1", IMAGE)
+    for good in ("x", "me/cleanrl:1.0", "GHCR.io/me/x", "a__b-c.d/e", *tagged):
+        assert re.fullmatch(spec.IMAGE, good), good
+    for bad in ("ghcr.io/Me/x", "x:", "x:1:2", "/x", "me//x", "x:-1", "x@sha256:12", "https://x/y", "größe", "x y"):
+        assert not re.fullmatch(spec.IMAGE, bad), bad
+
+
+def test_a_key_with_quotes_is_found(submit, monkeypatch):
+    """JSON, YAML and a shell write such a value otherwise."""
+    monkeypatch.setenv("DATABASE_PASSWORD", 'it\'s "long" \\ ünd so\ton')
+    value = shlex.quote(os.environ["DATABASE_PASSWORD"])
+    for provider in ("aws", "kubernetes", "slurm", "docker", "local"):
+        line = ["--provider", provider, "--command", f"{COMMAND} --exp-name {value}", "--dry-run"]
+        line += ["--docker-tag", "x"] if provider in submit_exp.IMAGES else []
+        done = submit(*line, *(["--job-queue", "q"] if provider == "aws" else []))
+        assert done.code == 2 and "the value of DATABASE_PASSWORD is in what would be sent" in done.err, provider
+
+
 def test_batch_requests_have_the_api_s_shape():
     import botocore.session
 
@@ -389,6 +430,14 @@ def test_kubernetes_one_node():
     assert rules[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
 
 
+def test_kubernetes_puts_nothing_in_place_of_a_dollar():
+    for kind in ("job", "jobset", "trainjob"):
+        words = ("--kubernetes-kind", kind, "--env", "NOTE=$(HOME) $$")
+        ((job,),) = rendered("kubernetes", *words, command=f"{COMMAND} --exp-name x$$")
+        text = json.dumps(job)
+        assert '"$$(HOME) $$$$"' in text and '"x$$$$"' in text, kind
+
+
 def test_kubernetes_several_nodes_find_the_first():
     ((service, job),) = rendered("kubernetes", "--num-nodes", 3, "--num-gpu", 1)
     name = job["metadata"]["name"]
@@ -410,6 +459,7 @@ def test_kubernetes_several_nodes_find_the_first():
 
 
 def test_names_fit_every_provider():
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", specs("local", command=f"{COMMAND} --exp-name .größe")[0].name)
     long = "python ppo_atari_multigpu.py --exp-name " + "An_experiment.with-a_long/name" * 8
     names = set()
     for job in specs(
@@ -791,7 +841,7 @@ def test_batch_several_nodes_are_sent(submit, batch):
     assert job["jobDefinition"] == active(batch)[0]["jobDefinitionArn"]
 
 
-def test_batch_queues_that_cannot_run_the_jobs(submit, batch):
+def test_batch_queues_that_cannot_run_the_jobs(submit, batch, monkeypatch):
     kept = ["--checkpoint-dir", "s3://b"]
     for words, error in (
         (["--job-queue", "nope"], "--job-queue nope: there is no such queue in us-east-1"),
@@ -799,6 +849,22 @@ def test_batch_queues_that_cannot_run_the_jobs(submit, batch):
         (["--job-queue", "spot", "--num-nodes", 2], "--num-nodes 2: needs on-demand machines; those of spot are SPOT"),
     ):
         done = submit(*AWS, *words)
+        assert done.code == 1 and error in done.err and done.records == [], done.err
+    (queue,) = batch.client.describe_job_queues(jobQueues=["gpus"])["jobQueues"]
+    (machines,) = batch.client.describe_compute_environments(computeEnvironments=["gpus"])["computeEnvironments"]
+    for operation, answer, error in (
+        ("describe_job_queues", {"jobQueues": [{**queue, "status": "INVALID"}]}, "the queue is INVALID"),
+        ("describe_compute_environments", {"computeEnvironments": [{**machines, "state": "DISABLED"}]}, "no machine"),
+    ):
+        told = {
+            "describe_job_queues": {"jobQueues": [queue]},
+            "describe_compute_environments": {"computeEnvironments": [machines]},
+            operation: answer,
+        }
+        client = SimpleNamespace(**{name: lambda a=a, **_: a for name, a in told.items()})
+        with monkeypatch.context() as patch:
+            patch.setattr(aws, "client", lambda *_, c=client: contextlib.nullcontext(c))
+            done = submit(*AWS, "--job-queue", "gpus")
         assert done.code == 1 and error in done.err and done.records == [], done.err
     assert not names(batch, "SubmitJob") and not names(batch, "RegisterJobDefinition")
     assert submit(*AWS, "--job-queue", "spot", "--spot", *kept).code == 0
@@ -892,6 +958,23 @@ esac
 """
 
 
+def test_slurm_gets_the_options_and_no_sizes_of_a_job_around_it(submit, clients, tmp_path, monkeypatch):
+    """SBATCH_MEM_PER_NODE would overrule a line of the script, SLURM_MEM_PER_CPU would be srun's."""
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_JOB_ID", "SLURM_CONF", "SBATCH_ACCOUNT"):
+        monkeypatch.setenv(name, "7")
+    words = ["--provider", "slurm", "--command", COMMAND, "--dry-run", "--job-queue"]
+    lines = [line for line in submit(*words, "main").out.splitlines() if line.startswith("#SBATCH")]
+    words.remove("--dry-run")
+    done = submit(*words, "nope,main")
+    assert done.code == 1 and done.err == "error: --job-queue nope,main: no such partition; there are main\n"
+    assert submit(*words, "main,main").code == 0
+    (note,) = [n for n in re.split(r"(?m)^(?=\S+/clients/)", clients.read_text()) if "/clients/sbatch" in n]
+    assert shlex.split(note.splitlines()[0])[1:3] == ["--parsable", "--partition=main,main"]
+    assert len(shlex.split(note.splitlines()[0])) == 2 + len(lines) and "--mem=8000M" in note.splitlines()[0]
+    assert "SLURM_CONF=7" in note and "SBATCH_ACCOUNT=7" in note
+    assert "SLURM_MEM_PER_CPU" not in note and "SLURM_JOB_ID=7" not in note
+
+
 @pytest.fixture
 def clients(tmp_path, monkeypatch):
     """kubectl, sbatch, sinfo and docker, that note their words, input and environment."""
@@ -963,6 +1046,39 @@ def test_kubernetes_objects_that_are_there_are_this_submission_s(submit, clients
     assert done.code == 1 and "Forbidden" in done.err
     sent = [d for d in yaml.safe_load_all(kubernetes.show(rendered("kubernetes", "--num-nodes", 2)[0])) if d]
     assert [each["kind"] for each in sent] == ["Service", "Job"]
+
+
+def test_bytes_of_a_log_that_are_no_text():
+    assert spec.call(["printf", r"a\377b"]) == submit_exp.quiet("printf", r"a\377b") == "a\ufffdb"
+
+
+def test_a_missing_extra_is_one_line_before_anything_is_sent(submit, monkeypatch, tmp_path):
+    real = watch.importlib.util.find_spec
+    for package, words in (
+        ("yaml", ["kubernetes", "--docker-tag", "x", "--dry-run"]),
+        ("rich", ["local", "--watch"]),
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, p=package: None if name == p else real(name))
+        done = submit("--command", COMMAND, "--provider", *words)
+        assert done.code == 2 and done.err.count("\n") == 1 and "pip install 'cleanrl-distributed[cloud]'" in done.err
+    assert not (tmp_path / "submissions").exists()
+
+
+def test_records_that_are_damaged_or_of_another_folder(submit, tmp_path, monkeypatch):
+    (tmp_path / "fine.py").write_text("")
+    (record,) = submit("--provider", "local", "--command", "python fine.py", "--watch").records
+    path = tmp_path / "submissions" / f"{record['submission']}.json"
+    for damage in ({"provider": "os"}, {"jobs": None}, {"jobs": [{"name": "x"}]}, {"jobs": [3]}):
+        (tmp_path / "submissions" / "bad.json").write_text(json.dumps({**record, **damage}))
+        done = submit("status", "bad")
+        assert done.code == 2 and done.err.startswith("error: bad: not a submission of this folder ("), damage
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert submit("status", path).code == 0
+    for action in ("cancel", "retry"):
+        done = submit(action, path)
+        assert done.code == 2 and "was sent from another folder; go there" in done.err
+    assert os.listdir() == []
 
 
 def test_a_client_that_is_missing_is_one_line(submit, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -13,6 +14,7 @@ from conftest import ROOT, alive, children, kill_group, wait_until
 from optuna.trial import TrialState
 
 from cleanrl_utils import runs, studies, tune
+from cleanrl_utils.config import UsageError
 
 here = test_benchmark.here
 FAKE = f"python {ROOT / 'tests' / 'fake_training.py'} --events"
@@ -207,6 +209,26 @@ def test_the_median_rule_is_applied_within_each_run():
     assert decisions({4: 0.0, 20: 9.0}) == [False, True, False, False, False, False]
     # a good first run does not excuse a bad second one
     assert decisions({4: 9.0, 20: 9.0, 24: 0.5, 40: 0.86}) == [False, False, False, False, True, False]
+
+
+def test_a_return_that_is_no_number():
+    work = object.__new__(tune.Trial)
+    work._args, work.trial, work._scores, work._reports = SimpleNamespace(last_games=1), None, [], 0
+    work.run = SimpleNamespace(state="finished", log="x.log", line=["--total-timesteps", "20"], progress=None)
+    work._returns = SimpleNamespace(read=lambda **_: None, mean=lambda *_: float("nan"))
+    assert work._report(20) is None and work._reports == tune.REPORTS, "none of them was told to Optuna"
+    assert work._after_run(stopping=False) == "the mean return is nan; log x.log"
+
+
+def test_a_study_of_another_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage = f"sqlite:///{tmp_path}/optuna.db"
+    optuna.create_study(study_name="less", storage=storage, direction="minimize")
+    optuna.create_study(study_name="begun", storage=storage, direction="maximize").ask()
+    args = tune.Args(command="x", env_ids=("A",), params=("a=1..2",), storage=storage)
+    for name in ("less", "begun"):
+        with pytest.raises(UsageError, match=f"--study-name {name}: is in this storage, and of another program"):
+            tune.open_study(args, name)
 
 
 def test_search_spaces():

@@ -12,10 +12,11 @@ from typing import Any
 
 from cleanrl_utils import EXIT_PREEMPTED
 from cleanrl_utils.config import Fault, UsageError, require
-from cleanrl_utils.submit.spec import KEY, JobSpec, Status, short_name
+from cleanrl_utils.submit.spec import KEY, JobSpec, Status, outlives, short_name
 
 ARN = r"arn:aws[a-z-]*:"
 QUEUED = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING")
+GONE = ("INVALID", "DELETING", "DELETED")
 ALL_NODES = "0:"
 
 
@@ -46,7 +47,7 @@ def check(spec: JobSpec) -> None:
         require(spec.options["execution_role_arn"] is not None, "--wandb-secret", spec.secret, need)
     folder = spec.checkpoint_dir
     rule = "must be a URL such as s3://bucket/folder: a folder ends with the container"
-    require(folder is None or "://" in folder, "--checkpoint-dir", folder, rule)
+    require(folder is None or outlives(folder), "--checkpoint-dir", folder, rule)
     size = len(json.dumps(render(spec)["job"]))
     require(size < 8192, "--command", f"of {size} characters", "must fit in 8192, with the environment, on Batch")
 
@@ -130,9 +131,16 @@ def reach(specs: Sequence[JobSpec]) -> None:
             raise Fault(f"--job-queue {spec.queue}: there is no such queue in {batch.meta.region_name}")
         if queues[0]["state"] != "ENABLED":
             raise Fault(f"--job-queue {spec.queue}: the queue is {queues[0]['state']}")
+        if queues[0].get("status") in GONE:
+            raise Fault(f"--job-queue {spec.queue}: the queue is {queues[0]['status']}")
         names = [entry["computeEnvironment"] for entry in queues[0]["computeEnvironmentOrder"]]
         found = batch.describe_compute_environments(computeEnvironments=names)["computeEnvironments"]
-    types = {each.get("computeResources", {}).get("type", "unmanaged") for each in found}
+    ready = [each for each in found if each.get("state") != "DISABLED" and each.get("status") not in GONE]
+    if not ready:
+        raise Fault(
+            f"--job-queue {spec.queue}: its compute environments are disabled or invalid: no machine would start"
+        )
+    types = {each.get("computeResources", {}).get("type", "unmanaged") for each in ready}
     if spec.spot and types != {"SPOT"}:
         raise Fault(f"--spot: the machines of --job-queue {spec.queue} are {', '.join(sorted(types))}, not SPOT")
     if any(kind.startswith("FARGATE") for kind in types):

@@ -8,7 +8,7 @@ from typing import Any
 from cleanrl_utils.config import Fault, require
 from cleanrl_utils.submit import local
 from cleanrl_utils.submit.local import log, show, statuses
-from cleanrl_utils.submit.spec import KEY, WORKDIR, JobSpec, call, short_name
+from cleanrl_utils.submit.spec import KEY, WORKDIR, JobSpec, call, outlives, short_name
 
 __all__ = ["cancel", "check", "log", "reach", "render", "send", "show", "statuses"]
 
@@ -16,6 +16,9 @@ __all__ = ["cancel", "check", "log", "reach", "render", "send", "show", "statuse
 def check(spec: JobSpec) -> None:
     local.check(spec)
     require(spec.image is not None, "--docker-tag", "", "is needed: the image to run")
+    folder = spec.checkpoint_dir or ""
+    rule = "must be a folder, which is mounted, or a URL of a store: this one would end with the container"
+    require("://" not in folder or outlives(folder), "--checkpoint-dir", folder, rule)
 
 
 def reach(specs: Sequence[JobSpec]) -> None:

@@ -1,14 +1,15 @@
 """Kubernetes: an Indexed Job with a headless Service, a JobSet or a Kubeflow TrainJob, sent by kubectl."""
 
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from cleanrl_utils import EXIT_PREEMPTED
-from cleanrl_utils.config import Fault, require
+from cleanrl_utils.config import Fault, UsageError, require
 from cleanrl_utils.launch import PORT
-from cleanrl_utils.submit.spec import GRACE, KEY, WORKDIR, JobSpec, Status, call, short_name
+from cleanrl_utils.submit.spec import GRACE, KEY, WORKDIR, JobSpec, Status, call, outlives, short_name
 
 KINDS = {"job": "job.batch", "jobset": "jobset.jobset.x-k8s.io", "trainjob": "trainjob.trainer.kubeflow.org"}
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -19,8 +20,11 @@ KEEP = 7 * 24 * 3600  # seconds for which the cluster keeps an ended job and its
 
 def check(spec: JobSpec) -> None:
     """The names are made to fit (`object_name`), so these are the rules for what the user gives."""
+    if importlib.util.find_spec("yaml") is None:
+        raise UsageError("--provider kubernetes: needs PyYAML: pip install 'cleanrl-distributed[cloud]'")
     kind = spec.options["kubernetes_kind"]
     require(spec.image is not None, "--docker-tag", "", "is needed: the image to run")
+    require(spec.num_nodes <= 1000, "--num-nodes", spec.num_nodes, "must be 1 .. 1000 on Kubernetes")  # as in the names
     limit = spec.time_limit
     require(limit is None or limit >= 1, "--num-hours", (limit or 0) / 3600, "must be 1 second or more")
     if kind == "trainjob":
@@ -32,7 +36,7 @@ def check(spec: JobSpec) -> None:
     if spec.checkpoint_dir is not None:
         claim = re.fullmatch(rf"{VOLUME}{LABEL}", spec.checkpoint_dir)
         rule = "must be a URL such as s3://bucket/folder, or pvc:CLAIM for a PersistentVolumeClaim"
-        require(bool(claim) or "://" in spec.checkpoint_dir, "--checkpoint-dir", spec.checkpoint_dir, rule)
+        require(bool(claim) or outlives(spec.checkpoint_dir), "--checkpoint-dir", spec.checkpoint_dir, rule)
     for name in ("namespace", "service_account"):
         value = spec.options[name]
         good = value is None or is_label(value)
@@ -42,6 +46,8 @@ def check(spec: JobSpec) -> None:
     for word in spec.options["node_selector"]:
         shape = r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9][-\w.]{0,62}=([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?"
         require(bool(re.fullmatch(shape, word)), "--node-selector", word, "must be LABEL=VALUE")
+    labels = [word.partition("=")[0] for word in spec.options["node_selector"]]
+    require(len(set(labels)) == len(labels), "--node-selector", " ".join(labels), "names a label twice")
     if spec.spot:
         rule = "needs --node-selector, which names your Spot nodes, such as cloud.google.com/gke-spot=true"
         require(bool(spec.options["node_selector"]), "--spot", "", rule)
@@ -107,7 +113,7 @@ def job_spec(spec: JobSpec) -> dict[str, Any]:
     env = environment(spec)
     if spec.num_nodes > 1:
         env += [{"name": "PET_NNODES", "value": str(spec.num_nodes)}, {"name": "PET_MASTER_ADDR", "value": first}]
-    container: dict[str, Any] = {"name": "node", "image": spec.image, "command": list(spec.argv), "env": env}
+    container: dict[str, Any] = {"name": "node", "image": spec.image, "command": [*map(literal, spec.argv)], "env": env}
     container |= {"resources": resources(spec), "volumeMounts": mounts(spec)}
     pod = {**pod_spec(spec), "containers": [container], "restartPolicy": "Never"}
     if spec.num_nodes > 1 and not jobset:
@@ -160,7 +166,7 @@ def train_job(spec: JobSpec) -> dict[str, Any]:
         },
         "trainer": {
             "image": spec.image,
-            "command": list(spec.argv),
+            "command": [*map(literal, spec.argv)],
             "env": environment(spec),
             "numNodes": spec.num_nodes,
             "resourcesPerNode": resources(spec),
@@ -177,8 +183,13 @@ def train_job(spec: JobSpec) -> dict[str, Any]:
     return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "spec": result}
 
 
+def literal(text: str) -> str:
+    """Kubernetes puts a variable's value in place of `$(NAME)`, and `$` in place of `$$`."""
+    return text.replace("$", "$$")
+
+
 def environment(spec: JobSpec) -> list[dict[str, Any]]:
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in spec.env.items()]
+    env: list[dict[str, Any]] = [{"name": name, "value": literal(value)} for name, value in spec.env.items()]
     if spec.secret is not None:
         name, key = spec.secret.split("/")
         env.append({"name": KEY, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}})

@@ -28,6 +28,8 @@ def check(spec: JobSpec) -> None:
         require(value == default, flag, value, "has no effect on this machine: leave it out")
     if spec.image is None:
         require(spec.memory is None, "--num-memory", spec.memory, "limits nothing without a container")
+        own = "CUDA_VISIBLE_DEVICES" not in spec.env or spec.num_gpu == 0
+        require(own, "--env", "CUDA_VISIBLE_DEVICES", "is given by --num-gpu; set it before `python -m ...`")
     if spec.secret is not None:
         require(spec.secret == "env", "--wandb-secret", "", f"must be `env` here, for {KEY} of the environment")
         require(KEY in os.environ, "--wandb-secret", "env", f"needs {KEY} in the environment")

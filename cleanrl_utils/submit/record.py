@@ -13,6 +13,8 @@ from cleanrl_utils.config import UsageError
 
 FOLDER = "submissions"
 Record = dict[str, Any]
+PROVIDERS = ("aws", "kubernetes", "slurm", "docker", "local")
+KEYS = {"submission", "provider", "time", "command_line", "request_hash", "jobs"}
 
 
 def path(submission: str) -> str:
@@ -36,9 +38,11 @@ def load(submission: str) -> Record:
     try:
         with open(name) as file:
             record: Record = json.load(file)
-        if not isinstance(record, dict) or not {"provider", "jobs", "request_hash"} <= record.keys():
-            raise ValueError("it lacks provider, jobs or request_hash")
-    except (OSError, ValueError) as error:
+        if not isinstance(record, dict) or not record.keys() >= KEYS or record["provider"] not in PROVIDERS:
+            raise ValueError(f"it lacks one of {', '.join(sorted(KEYS))}")
+        if not all(isinstance(job, dict) and {"name", "handle"} <= job.keys() for job in record["jobs"]):
+            raise ValueError("its jobs lack a name or a handle")
+    except (OSError, ValueError, TypeError) as error:
         known = ", ".join(sorted(os.path.basename(each)[:-5] for each in glob.glob(path("*")))) or "none"
         raise UsageError(f"{submission}: not a submission of this folder ({error}); there are: {known}") from None
     return record

@@ -12,6 +12,7 @@ from cleanrl_utils.runs import tail
 from cleanrl_utils.submit.spec import KEY, SECRET_NAME, JobSpec, Status, call, read_exit, short_name
 
 WARNING = 300  # seconds before the time limit: an iteration has to end in them
+OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "CONFIGURING")
 
 
@@ -19,6 +20,8 @@ def check(spec: JobSpec) -> None:
     require(spec.image is None, "--docker-tag", spec.image, "does not apply: SLURM runs the python that submits")
     rule = "does not apply to SLURM: name a preemptible partition as --job-queue"
     require(not spec.spot, "--spot", "", rule)
+    queue = spec.queue or "one"
+    require(len(queue.split()) == 1, "--job-queue", queue, "must be a partition, or several such as a,b")
     limit = spec.time_limit
     require(limit is None or limit >= 60, "--num-hours", (limit or 0) / 3600, "must be 60 seconds or more")
     for name, value in spec.env.items():
@@ -36,8 +39,8 @@ def check(spec: JobSpec) -> None:
 def reach(specs: Sequence[JobSpec]) -> None:
     """Fault where there is no controller, or no such partition."""
     partitions = call(["sinfo", "--noheader", "--format=%R"]).split()
-    queue = specs[0].queue
-    if queue is not None and queue not in partitions:
+    queue = specs[0].queue  # or several, of which the first that is free takes the job
+    if queue is not None and not {*queue.split(",")} <= {*partitions}:
         raise Fault(f"--job-queue {queue}: no such partition; there are {', '.join(sorted(set(partitions)))}")
 
 
@@ -97,9 +100,12 @@ def show(document: str) -> str:
 
 def send(spec: JobSpec, document: str) -> dict[str, Any]:
     os.makedirs(os.path.dirname(spec.logs), exist_ok=True)
-    # sbatch hands the environment to the controller, which stores it.
+    # sbatch hands the environment to the controller, which stores it. In a job of SLURM, it holds that job's sizes.
     env = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name) is None}
-    answer = call(["sbatch", "--parsable"], stdin=document, env=env)
+    env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name in OF_THE_CLUSTER}
+    lines = [line for line in document.splitlines() if line.startswith("#SBATCH ")]
+    options = [word for line in lines for word in shlex.split(line)[1:]]  # in a script, SBATCH_* would overrule them
+    answer = call(["sbatch", "--parsable", *options], stdin=document, env=env)
     return {"job_id": answer.strip().partition(";")[0], "log": spec.logs}
 
 

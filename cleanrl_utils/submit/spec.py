@@ -1,6 +1,7 @@
 """One job as every provider sees it, how a command becomes its arguments, and the rules that all providers share."""
 
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,12 @@ KEY = "WANDB_API_KEY"  # the variable that a secret reference becomes
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 WORKDIR = "/train"  # of the image; its scripts write to runs/ below it
 GRACE = 120  # seconds that a stopped container gets to end its iteration; Spot machines are gone after two minutes
+# https://pkg.go.dev/github.com/distribution/reference: only the host and the tag may have capitals
+_HOST, _PART = (
+    r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+|localhost|[A-Za-z0-9-]+(?=:))(:\d+)?",
+    r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*",
+)
+IMAGE = rf"({_HOST}/)?{_PART}(/{_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
 OWN_FLAGS = ("--seed", "--run-name", "--resume", "--checkpoint-dir")
 
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
@@ -73,10 +80,10 @@ def short_name(name: str, limit: int, alphabet: str = "A-Za-z0-9_-") -> str:
     >>> short_name("ghcr.io/me/cleanrl:1.0", 128)
     'ghcr-io-me-cleanrl-1-0'
     """
-    clean = re.sub(rf"[^{alphabet}]+", "-", name).strip("-_") or "job"
+    clean = re.sub(rf"[^{alphabet}]+", "-", name).strip("-_.") or "job"
     if len(clean) <= limit:
         return clean
-    return f"{clean[: limit - 9].rstrip('-_')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{clean[: limit - 9].rstrip('-_.')}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def split_command(text: str) -> list[str]:
@@ -116,6 +123,7 @@ def check_env(env: Sequence[str]) -> dict[str, str]:
         require(bool(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)), "--env", name, "must be NAME=VALUE")
         secret = SECRET_NAME.search(name) is None
         require(secret, "--env", name, "looks like a secret, and this would be readable; use --wandb-secret")
+        require(name not in result, "--env", name, "is there twice")
         result[name] = value
     return result
 
@@ -123,7 +131,8 @@ def check_env(env: Sequence[str]) -> dict[str, str]:
 def check_secrets(documents: str, reference: str | None) -> None:
     """Refuse to send what holds the value of a secret variable of this process, unless that is the reference itself."""
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= 16 and value != reference and value in documents:
+        told = value in documents or json.dumps(value)[1:-1] in documents  # quotes and the like are escaped in JSON
+        if SECRET_NAME.search(name) and len(value) >= 16 and value != reference and told:
             raise UsageError(f"the value of {name} is in what would be sent or written; use --wandb-secret")
 
 
@@ -134,19 +143,24 @@ def check(spec: JobSpec) -> None:
         require((spec.shm_size or 0) < spec.memory, "--shm-size", spec.shm_size, rule)
     require(1 <= spec.attempts <= 10, "--num-retries", spec.attempts, "must be 1 .. 10 attempts")
     if spec.image is not None:
-        shape = r"[a-z0-9]([\w./:-]*\w)?(@sha256:[0-9a-f]{64})?"
-        good = len(spec.image) <= 255 and re.fullmatch(shape, spec.image)
-        require(bool(good), "--docker-tag", spec.image, "must be an image such as registry/name:tag")
+        good = len(spec.image) <= 255 and re.fullmatch(IMAGE, spec.image)
+        require(bool(good), "--docker-tag", spec.image, "must be an image such as registry/name:tag, in lower case")
     lasting = spec.checkpoint_dir is not None
     why = "needs --checkpoint-dir: a retry is worth nothing without checkpoints that outlive the machine"
     require(lasting or not spec.spot, "--spot", "", why)
     require(lasting or spec.attempts == 1, "--num-retries", spec.attempts, why)
 
 
+def outlives(folder: str) -> bool:
+    """Whether it is a URL of what a container does not take with it."""
+    store, colon, _ = folder.partition("://")
+    return colon != "" and store not in ("file", "local", "memory")
+
+
 def call(argv: Sequence[str], stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """A command's output; a `Fault` with its own words where it fails."""
     try:
-        done = subprocess.run(argv, input=stdin, env=env, capture_output=True, text=True)
+        done = subprocess.run(argv, input=stdin, env=env, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise Fault(f"{argv[0]} is not installed here") from None
     if done.returncode:

@@ -1,5 +1,6 @@
 """The jobs of a submission: their states, a live table, the log of what failed."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -66,13 +67,17 @@ def exit_code(found: Mapping[str, Status]) -> int:
     return int(any(status.state != "succeeded" for status in found.values()))
 
 
+def require_rich() -> None:
+    if importlib.util.find_spec("rich") is None:
+        raise UsageError("the table needs rich: pip install 'cleanrl-distributed[cloud]'")
+
+
 def follow(provider: Any, record: Record, once: bool = False, sleep: Callable[[float], None] = time.sleep) -> int:
     """Show the table until all jobs have ended, or once; then the end of each failed job's log. The exit code."""
-    try:
-        from rich.console import Console
-        from rich.live import Live
-    except ImportError:
-        raise UsageError("the table needs rich: pip install 'cleanrl-distributed[cloud]'") from None
+    require_rich()
+    from rich.console import Console
+    from rich.live import Live
+
     console = Console(width=None if sys.stdout.isatty() else 160)  # of a log file: no wrapping at 80
     logs: dict[str, str] = {}
     shown: dict[str, State] = {}
