@@ -89,6 +89,13 @@ def prepare(stop: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, stop)
 
 
+def end_orphans() -> None:
+    """Kill whom a killed torchrun left behind: the kernel has made them children of this process."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        for pid in file.read().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP, end="")
@@ -104,6 +111,8 @@ def main(argv: list[str]) -> int:
 
     for number in STOP_SIGNALS:
         signal.signal(number, forward)
+    PR_SET_CHILD_SUBREAPER = 36
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory() as folder:
         status = os.path.join(folder, "status")
         env = {
@@ -116,6 +125,8 @@ def main(argv: list[str]) -> int:
         if received:
             child.send_signal(stop)
         code = child.wait()
+        if code < 0:  # while they import torch, they don't yet end with their parent
+            end_orphans()
         written = ""
         if os.path.exists(status):
             with open(status) as file:

@@ -122,6 +122,25 @@ def test_nobody_outlives_a_killed_parent(launch, who):
         assert any(line.startswith("stopped after iteration") for line in job.said), job.said
 
 
+def test_a_torchrun_killed_before_the_script_has_begun_leaves_nobody(folder):
+    """As long as they import torch, its processes don't end with it."""
+    (folder.path / "importing.py").write_text(
+        "import os, time\nopen(f'{os.getpid()}.pid', 'w').close()\ntime.sleep(100)\n"
+    )
+    argv = [sys.executable, "-m", "cleanrl_utils.launch", *TWO, "importing.py"]
+    job = folder.start(argv, PYTHONPATH=str(ROOT))
+    try:
+        wait_until(lambda: len(list(folder.path.glob("*.pid"))) == 2, 120, "two processes")
+        os.kill(children(job.pid)[0], signal.SIGKILL)
+        assert job.wait(30) == 137
+        wait_until(lambda: not any(alive(int(file.stem)) for file in folder.path.glob("*.pid")), 10, "nobody is left")
+    finally:
+        kill_group(job)
+        for file in folder.path.glob("*.pid"):
+            if alive(int(file.stem)):
+                os.kill(int(file.stem), signal.SIGKILL)
+
+
 def test_torchrun_s_restart_continues_the_run(launch):
     job = launch([*TWO, "--max-restarts=2"], *NAMED)
     job.wait_for("checkpoint: ")
