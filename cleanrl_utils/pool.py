@@ -2,7 +2,7 @@
 
 import contextlib
 import mmap
-import multiprocessing
+import multiprocessing.util
 import signal
 import traceback
 from collections.abc import Callable, Sequence
@@ -48,6 +48,8 @@ class PoolVectorEnv(VectorEnv):
         for block in self._blocks:
             here, there = context.Pipe()
             worker = context.Process(target=_work, args=(there, thunks[block], self._obs[block]), daemon=True)
+            # It ignores the SIGTERM by which multiprocessing ends those that an interrupted start has left.
+            multiprocessing.util.Finalize(None, lambda left=worker: left.pid and left.kill(), exitpriority=0)
             worker.start()
             there.close()
             self._pipes.append(here)
@@ -74,12 +76,13 @@ class PoolVectorEnv(VectorEnv):
         values = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self._call("set_attr", [{"name": name, "values": values[block]} for block in self._blocks])
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close_extras(self, patience: float = 20.0, **kwargs: Any) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # a worker that has ended
                 pipe.send(("close", {}))
         for pipe, worker in zip(self._pipes, self._workers, strict=True):
-            worker.join()
+            worker.join(patience)  # one whose answer nobody reads does not end by itself
+            worker.kill()
             pipe.close()
 
     def _call(self, command: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:

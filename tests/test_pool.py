@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 import time
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import ROOT
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from cleanrl_utils.atari import AtariGame
@@ -81,6 +83,37 @@ def test_errors_of_workers_are_raised_and_the_next_step_goes_on():
     obs, rewards, *_ = envs.step(np.array([0, 0, 0]))
     assert (obs == 1).all() and (rewards == 1).all()
     envs.close()
+
+
+class Large(Failing):
+    large = bytes(10_000_000)
+
+
+def test_a_worker_whose_answer_nobody_reads_is_ended():
+    """As when the worker before it was killed while a checkpoint was being gathered."""
+    envs = PoolVectorEnv([Large, Large], 2)
+    envs._pipes[1].send(("call", {"name": "large", "args": (), "kwargs": {}}))
+    envs.close(patience=0.5)
+    envs._workers[1].join(10)
+    assert envs._workers[1].exitcode == -9
+
+
+def test_an_interrupted_start_leaves_no_workers(folder):
+    """They don't listen to the SIGTERM by which multiprocessing ends those that are left, and would be waited for."""
+    (folder.path / "interrupted.py").write_text(
+        "import multiprocessing.context as context, sys; sys.path[:0] = sys.argv[1:]\n"
+        "from test_pool import Failing, PoolVectorEnv\n"
+        "start, started = context.ForkProcess.start, []\n"
+        "def watched(self):\n"
+        "    start(self); started.append(self)\n"
+        "    if len(started) == 2:\n"
+        "        started[0].join(0.5)  # so that its signals are set\n"
+        "        raise KeyboardInterrupt\n"
+        "context.ForkProcess.start = watched\n"
+        "PoolVectorEnv([Failing] * 3, 3)\n"
+    )
+    argv = [sys.executable, "interrupted.py", str(ROOT), str(ROOT / "tests")]
+    assert "KeyboardInterrupt" in folder.run(argv, code=-2, timeout=120).stderr
 
 
 def test_a_killed_worker_ends_the_step_with_its_exit_code():
