@@ -39,12 +39,11 @@ def env_seeds(seed: int, first: int, count: int) -> list[int]:
 def seed_everything(seed: int, deterministic: bool) -> torch.Generator:
     """Seed Python, numpy and torch for the whole job, alike in all processes.
 
-    Returns the CPU generator of the algorithm's own draws (action noise, shuffles). Every process draws the whole
-    job's numbers from it and uses its own columns.
+    Returns the CPU generator of the algorithm's own draws, of which each process uses its own columns.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
     return torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))

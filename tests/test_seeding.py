@@ -50,6 +50,7 @@ def test_the_jobs_generator_follows_from_the_seed_alone():
     def draw(seed):
         return torch.rand(4, generator=seed_everything(seed, True))
 
+    assert not torch.equal(draw(2**64 + 3), draw(3)), "of any size"
     assert torch.equal(draw(3), draw(3)) and not torch.equal(draw(3), draw(4))
     draw(3)
     weights = torch.rand(4)
