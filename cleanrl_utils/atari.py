@@ -24,7 +24,7 @@ gym.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner
 cv2.setNumThreads(1)  # its thread pool costs more than it gives on frames this small, and the processes share the cores
 
-NOOP = 0
+NOOP = ale_py.Action.NOOP  # Backgammon and VideoCheckers don't offer it: their action 0 is FIRE
 FIRE_SEQUENCE = (1, 2)  # baselines' FireResetEnv: FIRE, then the second action, with which some games start
 
 
@@ -82,7 +82,7 @@ class AtariGame(gym.Wrapper):
         self._pending_seed = seed
         self._frames = np.empty((2, *self.env.ale.getScreenDims()), np.uint8)  # the last two of the skip
         self._stack = np.zeros(self.observation_space.shape, np.uint8)
-        self._asked = self._actions[NOOP]  # the action of the last step
+        self._asked = NOOP  # the action of the last step
         self._lives = 0
         self._life_lost = False  # the last step ended an episode, but not the game
         self._games: list[tuple[float, int]] = []  # finished, not yet reported
@@ -97,7 +97,7 @@ class AtariGame(gym.Wrapper):
             self._act(NOOP)  # as in baselines' EpisodicLifeEnv: one skip to leave the frame of the lost life
         if self.fire_reset:
             for action in FIRE_SEQUENCE:
-                self._act(action)
+                self._act(self._actions[action])
         self._life_lost = False
         self._lives = self.env.ale.lives()
         self._stack[:] = self._screen()
@@ -107,7 +107,7 @@ class AtariGame(gym.Wrapper):
         return self._stack.copy(), info
 
     def step(self, action: int):
-        reward, terminated, truncated = self._skip(action)
+        reward, terminated, truncated = self._skip(self._actions[action])
         self._length += 1
         lives = self.env.ale.lives()
         over = terminated or truncated
@@ -127,12 +127,12 @@ class AtariGame(gym.Wrapper):
             {},
         )
 
-    def _skip(self, action: int) -> tuple[float, bool, bool]:
+    def _skip(self, action: ale_py.Action) -> tuple[float, bool, bool]:
         """Repeat an action; afterwards `_frames[0]` is the max over the skip's last two frames."""
         ale, reward, read = self.env.ale, 0.0, 0
-        self._asked = self._actions[action]
+        self._asked = action
         for t in range(self.frame_skip):
-            reward += ale.act(self._asked)
+            reward += ale.act(action)
             over = ale.game_over()  # terminated or truncated
             if over or t >= self.frame_skip - 2:
                 ale.getScreenGrayscale(self._frames[read])
@@ -144,7 +144,7 @@ class AtariGame(gym.Wrapper):
         self._return += reward
         return reward, ale.game_over(with_truncation=False), ale.game_truncated()
 
-    def _act(self, action: int) -> None:
+    def _act(self, action: ale_py.Action) -> None:
         """A skip inside a reset. If the game ends in it, it counts as finished, and the next one begins."""
         _, terminated, truncated = self._skip(action)
         if terminated or truncated:
@@ -159,7 +159,7 @@ class AtariGame(gym.Wrapper):
             self.action_space.seed(seed)
         self._begin_count()
         for _ in range(self.env.np_random.integers(1, self.noop_max + 1) if self.noop_max > 0 else 0):
-            self._return += self.env.ale.act(self._actions[NOOP])
+            self._return += self.env.ale.act(NOOP)
             if self.env.ale.game_over():
                 self._finish_game()
                 self.env.ale.reset_game()
@@ -226,7 +226,7 @@ class AtariGame(gym.Wrapper):
         """
         ale = self.env.ale
         if not self._sticky():
-            return ale_py.Action.NOOP.value
+            return NOOP.value
         here = ale.cloneState(include_rng=True)
 
         def future() -> list[bytes]:

@@ -1,5 +1,6 @@
 """The fused environment against gymnasium's wrappers, and against an independent count of the emulator's games."""
 
+import ale_py
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -122,6 +123,19 @@ def test_no_op_counts_vary_within_a_run():
         env.reset()
         counts.append(env.unwrapped.ale.getEpisodeFrameNumber())
     assert len(set(counts)) > 4 and min(counts) >= 1 and max(counts) <= 30
+
+
+@pytest.mark.parametrize("env_id", ["ALE/Backgammon-v5", "ALE/VideoCheckers-v5", "PongNoFrameskip-v4"])
+def test_no_ops_press_nothing(env_id):
+    """Also in games whose action 0 is FIRE."""
+    env = AtariGame(env_id, seed=1, fire_reset=False)
+    act, pressed = env.unwrapped.ale.act, set()
+    env.env.ale = Spy(env.unwrapped.ale)
+    env.env.ale.act = lambda action: pressed.add(action) or act(action)
+    env.reset()
+    env._life_lost = True
+    env.reset()
+    assert pressed == {ale_py.Action.NOOP}
 
 
 def test_no_no_ops():
