@@ -364,12 +364,12 @@ def main(args, on_exit):
         # === Logging ==================================================================================================
         y, error = b_returns.double(), (b_returns - b_values).double()
         asked = torch.tensor(float(stop_signal.asked), device=device)
-        sums = torch.stack([y.sum(), y.square().sum(), error.sum(), error.square().sum(), asked])
+        sums = torch.stack([y.sum(), y.square().sum(), error.sum(), error.square().sum(), asked, flat_grad.sum()])
         totals = torch.cat([loss_sums.double() / updates, sums])
         totals = totals.tolist()
         clock.lap("update")
         if not np.isfinite(totals).all():
-            raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
+            raise Fault(f"iteration {iteration}: a loss or gradient is not finite: {totals[:6]}")
 
         loss_names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
         metrics = {f"losses/{name}": total for name, total in zip(loss_names, totals[:6], strict=True)}

@@ -400,7 +400,7 @@ def main(args, on_exit):
         # === Logging ==================================================================================================
         y, error = b_returns.double(), (b_returns - b_values).double()
         asked = torch.tensor(float(stop_signal.asked), device=device)
-        sums = torch.stack([y.sum(), y.square().sum(), error.sum(), error.square().sum(), asked])
+        sums = torch.stack([y.sum(), y.square().sum(), error.sum(), error.square().sum(), asked, flat_grad.sum()])
         totals = torch.cat([loss_sums.double() / updates, sums])
         param_sums = torch.zeros(world_size, dtype=torch.float64, device=device)  # [ddp]
         param_sums[rank] = sum(p.detach().double().sum() for p in params)  # [ddp]
@@ -409,10 +409,10 @@ def main(args, on_exit):
         totals = totals.tolist()
         clock.lap("update")
         if not np.isfinite(totals).all():
-            raise Fault(f"iteration {iteration}: a loss is not finite: {totals[:6]}")
+            raise Fault(f"iteration {iteration}: a loss or gradient is not finite: {totals[:6]}")
 
-        if max(totals[11:]) - min(totals[11:]) > 1e-6 * abs(totals[11]):  # [ddp]
-            raise Fault(f"iteration {iteration}: the processes' weights have parted: sums {totals[11:]}")  # [ddp]
+        if max(totals[12:]) - min(totals[12:]) > 1e-6 * abs(totals[12]):  # [ddp]
+            raise Fault(f"iteration {iteration}: the processes' weights have parted: sums {totals[12:]}")  # [ddp]
         games = process.gather(games)  # [ddp] of all processes
 
         loss_names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -270,6 +271,28 @@ def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
     (folder.path / "broken.py").write_text(broken)
     done = folder.run(command(str(folder.path / "broken.py"), *TINY, nproc=2), code=1)
     assert done.stderr.count("error: ") == 1 and "error: iteration 2: " in done.stderr and "finite" in done.stderr
+
+
+@pytest.mark.parametrize("script", [SINGLE, MULTI])
+def test_a_gradient_that_is_not_finite_is_in_no_checkpoint(script, folder, capsys):
+    """The iteration's last gradient: no loss has seen the weights that it makes."""
+    right = "args.vf_coef * v_loss) / minibatch_size"
+    last = "iteration == 2 and updates == args.update_epochs * args.num_minibatches - 1"
+    broken = (ROOT / script).read_text().replace(right, f"{right} * (float('nan') if {last} else 1.0)")
+    (folder.path / "broken.py").write_text(broken)
+
+    def run():
+        from recorded_run import load
+
+        flags = ["--num-envs", 2, *SMALL, "--total-timesteps", 96, "--run-name", "r", "--checkpoint-every", 1]
+        sys.argv = ["broken.py", *map(str, flags)]
+        loaded = load(str(folder.path / "broken.py"))
+        loaded.process.run(loaded.main, loaded.Args, "broken.py")
+
+    assert folder.here(run) == 1
+    assert "error: iteration 2: a loss or gradient is not finite" in capsys.readouterr().err
+    left = os.listdir(folder.path / "runs" / "r")
+    assert [name for name in left if name.startswith("checkpoint")] == ["checkpoint-00000001.pt"]
 
 
 def test_the_group_is_gone_before_the_interpreter_ends(folder):
