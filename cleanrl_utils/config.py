@@ -6,6 +6,7 @@ import importlib.util
 import io
 import math
 import os
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ class OwnFault(Fault):
     """A fault that only this process has met, and therefore prints itself, whatever its rank."""
 
 
+def say(line: str, write: Callable[..., object] = print) -> None:
+    """A line on stderr. Where it can't be written (a full disk, a `tee` that Ctrl-C has ended), the run goes on."""
+    try:
+        write(line, file=sys.stderr)
+    except OSError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def flag_name(field: str) -> str:
     """The command line's name of a dataclass field."""
     return "--" + field.replace("_", "-")
@@ -152,11 +161,11 @@ def _one_line(box: str) -> str:
 
 def check_run_args(args: RunArgs) -> None:
     """What the shared flags need, before anything is made."""
-    if args.run_name is not None:
-        plain = args.run_name and not os.path.isabs(args.run_name) and ".." not in args.run_name.split("/")
-        require(bool(plain), "--run-name", repr(args.run_name), "must be a name for a folder inside runs/")
-    for flag, name in (("--run-name", args.run_name), ("--exp-name", args.exp_name)):
-        require(":" not in (name or ""), flag, repr(name), "must be without a colon, which URLs of checkpoints have")
+    named = not {"", ".", ".."} & set(str(args.run_name).split("/"))
+    require(named, "--run-name", repr(args.run_name), "must be a name for a folder inside runs/")
+    for flag, name in (("--run-name", args.run_name or ""), ("--exp-name", args.exp_name or "")):
+        require(":" not in name, flag, repr(name), "must be without a colon, which URLs of checkpoints have")
+        require(name.isprintable(), flag, ascii(name), "must be without line breaks and other control characters")
     require(args.run_name is not None or not args.resume, "--resume", "", "needs the --run-name of the run to continue")
     require(args.checkpoint_dir != "", "--checkpoint-dir", "''", "must be a folder or a URL")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")

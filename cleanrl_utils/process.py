@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from cleanrl_utils.config import Fault, OwnFault, RunArgs, UsageError, check_run_args, flag_name, parse, require
+from cleanrl_utils.config import Fault, OwnFault, RunArgs, UsageError, check_run_args, flag_name, parse, require, say
 
 
 def ranks() -> tuple[int, int, int]:
@@ -25,13 +25,18 @@ def ranks() -> tuple[int, int, int]:
 
     RANK identifies the process (who logs, which environments). LOCAL_RANK only chooses its device.
     """
-    env = os.environ.get
-    return int(env("RANK", "0")), int(env("LOCAL_RANK", "0")), int(env("WORLD_SIZE", "1"))
+    return _variable("RANK", 0), _variable("LOCAL_RANK", 0), _variable("WORLD_SIZE", 1)
 
 
 def local_world_size() -> int:
     """Number of processes of the job on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _variable("LOCAL_WORLD_SIZE", _variable("LOCAL_RANK", 0) + 1)
+
+
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, str(default))
+    require(value.isdecimal(), name, repr(value), "must be a number, as torchrun sets it")
+    return int(value)
 
 
 def cores() -> int:
@@ -56,24 +61,18 @@ def prepare_process(num_threads: int | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """glibc: reuse large freed blocks instead of returning them to the kernel.
-
-    Each minibatch allocates the same activations again. Returned blocks would have to be mapped and zeroed page by
-    page every time, which took a fifth of the update's time. Holes between kept blocks add some 20 MB to the peak.
-    """
+    """glibc: reuse large freed blocks. To map and zero them again took a fifth of an update; holes add 20 MB."""
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, size = -1, -3, 1 << 30
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, size)
-        mallopt(M_TRIM_THRESHOLD, size)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, size)
+        ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, size)
 
 
 def die_with_parent() -> None:
     """Linux: the kernel kills this process when the one that started it is gone, however that one ended."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
     PR_SET_PDEATHSIG = 1
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pick_device(
@@ -85,12 +84,8 @@ def pick_device(
     a `local_rank`, the script is for one process.
     """
     if local_rank is None:
-        require(
-            ranks()[2] == 1,
-            os.path.basename(sys.argv[0]),
-            "",
-            f"is one process, not {ranks()[2]}; use ppo_atari_multigpu.py",
-        )
+        rule = f"is one process, not {ranks()[2]}; use ppo_atari_multigpu.py"
+        require(ranks()[2] == 1, os.path.basename(sys.argv[0]), "", rule)
         local_rank = 0
     num_local = local_world_size()
     num_gpus = torch.cuda.device_count() if cuda and torch.cuda.is_available() else 0
@@ -103,14 +98,14 @@ def pick_device(
         require(all(0 <= i < num_gpus for i in device_ids), "--device-ids", shown, rule)
     ids = device_ids or tuple(i % max(num_gpus, 1) for i in range(num_local))
     if backend == "nccl":
-        if num_gpus == 0:
-            raise UsageError(f"--backend nccl: needs CUDA{'' if cuda else ', and --no-cuda is set'}; use gloo")
-        if len(set(ids)) < num_local:
-            raise UsageError(f"--backend nccl: {num_local} processes can't share {len(set(ids))} GPU(s); use gloo")
+        rule = f"needs CUDA{'' if cuda else ', and --no-cuda is set'}; use gloo"
+        require(num_gpus > 0, "--backend", backend, rule)
+        rule = f"{num_local} processes can't share {len(set(ids))} GPU(s); use gloo"
+        require(len(set(ids)) == num_local, "--backend", backend, rule)
     if num_gpus == 0:
         return torch.device("cpu")
     if len(set(ids)) < num_local and ranks()[0] == 0:
-        print(f"notice: {num_local} processes share {len(set(ids))} GPU(s), over gloo", file=sys.stderr)
+        say(f"notice: {num_local} processes share {len(set(ids))} GPU(s), over gloo")
     torch.set_float32_matmul_precision("high")  # TF32, as convolutions have by default
     device = torch.device("cuda", ids[local_rank])
     torch.cuda.set_device(device)  # before any collective: NCCL would use cuda:0 in every process
@@ -130,10 +125,7 @@ def check_network_flags(args: RunArgs) -> None:
             with open("/proc/cpuinfo") as file:
                 units = "bf16" in file.read()  # avx512_bf16, amx_bf16; on ARM bf16
         gain = "" if units else ", so that fp32 is faster"
-        print(
-            f"notice: bf16: this {'GPU' if gpu else 'processor'} has {'' if units else 'no '}bf16 units{gain}",
-            file=sys.stderr,
-        )
+        say(f"notice: bf16: this {'GPU' if gpu else 'processor'} has {'' if units else 'no '}bf16 units{gain}")
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -153,7 +145,9 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     import torch.distributed.nn.functional
 
     timeout = timedelta(minutes=5)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or ranks()[2] > 1:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            require(name in os.environ, name, "", "is not set, but others of torchrun's variables are")
         dist.init_process_group("gloo", timeout=timeout)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -161,6 +155,8 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     mine = (vars(args), device.type, gpu)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
+    global met
+    met = True
     for rank, (other, device_type, _) in enumerate(everyone):
         for name, value in everyone[0][0].items():
             if other.get(name) != value and name != "device_ids":  # these are each machine's own
@@ -169,8 +165,7 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
         if device_type != everyone[0][1]:
             raise UsageError(f"process 0 runs on {everyone[0][1]}, process {rank} on {device_type}; add --no-cuda")
     apart = len({gpu for _, _, gpu in everyone}) == len(everyone)
-    if backend == "nccl" and not apart:
-        raise UsageError("--backend nccl: each process needs a GPU of its own; use gloo")
+    require(backend != "nccl" or apart, "--backend", backend, "each process needs a GPU of its own; use gloo")
     if device.type == "cuda" and apart and backend != "gloo" and dist.is_nccl_available():
         return dist.new_group(backend="nccl", timeout=timeout, device_id=device)
     return None
@@ -254,24 +249,29 @@ def _leave_on_signals(when: str) -> None:
 def _write_status(code: int | None) -> None:
     """Tell `cleanrl_utils.launch`, since torchrun reports 1 whatever its processes returned. None: not known yet."""
     path = os.environ.get("CLEANRL_STATUS_FILE")
-    if path and ranks()[1] == 0:
-        with open(path, "w") as file:
+    if path and os.environ.get("LOCAL_RANK", "0") == "0":
+        with suppress(OSError), open(path, "w") as file:  # a full disk must not change the code
             file.write("" if code is None else str(code))
 
 
 Args = TypeVar("Args", bound=RunArgs)
+met = False  # whether the job's processes have: rank 0 speaks for all of them from then on
 
 
 def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: str) -> NoReturn:
     """Parse the command line, prepare the process, call `main(args, on_exit)` and exit with the job's code.
 
     Exit codes: 0 done, 1 a fault, 2 bad usage, 75 preempted (start it again), 130 interrupted; all but 0 with one line
-    from rank 0. What `main` registers on the `ExitStack` is closed in every case, last in first out.
+    from rank 0 (from each machine before they have met). What `main` registers on the `ExitStack` is always closed.
     """
-    code, rank = 1, ranks()[0]
+    code, rank, local_rank = 1, 0, 0
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - None where it is closed
     _leave_on_signals("before the training began: there is nothing to save")
     _write_status(None)
     try:
+        require(ranks()[0] < ranks()[2], "RANK", ranks()[0], f"must be below WORLD_SIZE, {ranks()[2]}")
+        require(ranks()[1] < local_world_size(), "LOCAL_RANK", ranks()[1], "must be below LOCAL_WORLD_SIZE")
+        rank, local_rank, _ = ranks()
         args = parse(args_class, sys.argv[1:])
         if args.exp_name is None:
             args = replace(args, exp_name=os.path.splitext(os.path.basename(file))[0])
@@ -283,8 +283,8 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             _leave_on_signals("after the training, while its logs were closed")  # an upload may take for ever
         code = 0
     except (UsageError, Fault) as error:
-        if rank == 0 or isinstance(error, OwnFault):
-            print(f"error: {error}", file=sys.stderr)
+        if rank == 0 or isinstance(error, OwnFault) or (local_rank == 0 and not met):
+            say(f"error: {error}")
         else:
             _on_stop_signals(signal.SIG_DFL)
             time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
@@ -294,7 +294,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         if isinstance(stop, KeyboardInterrupt) and StopSignal.received[0] == signal.SIGTERM and under_torchrun():
             code = 128 + signal.SIGTERM  # perhaps no preemption: torchrun ends the others so where one has failed
         elif rank == 0:
-            print(f"stopped {stop}", file=sys.stderr)
+            say(f"stopped {stop}")
     except SystemExit as leave:  # --help
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         raise

@@ -3,11 +3,11 @@
 import contextlib
 import mmap
 import os
-import sys
 
 import torch
 import torch.distributed as dist
 
+from cleanrl_utils.config import say
 from cleanrl_utils.process import gather, local_world_size, on_rank_0
 
 
@@ -27,7 +27,7 @@ class AllReduce:
         if like.device.type == "cpu" and 1 < self._size == local_world_size():
             self._rows = self._share(like)
             if not self._rows and self._rank == 0:
-                print("notice: no memory that the processes can share: gradients travel over gloo", file=sys.stderr)
+                say("notice: no memory that the processes can share: gradients travel over gloo")
 
     def __call__(self, tensor: torch.Tensor) -> None:
         if not self._rows:

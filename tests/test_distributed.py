@@ -44,6 +44,12 @@ def test_the_local_rank_chooses_the_gpu(gpus):
     assert pick(1, cuda=False) == "cpu"
 
 
+def test_the_local_rank_is_enough(gpus):
+    """srun and mpirun users often set it without LOCAL_WORLD_SIZE."""
+    gpus(8, LOCAL_RANK=1, WORLD_SIZE=16)
+    assert pick(1) == pick(1, "nccl") == "cuda:1"
+
+
 def test_device_ids_are_per_machine(gpus):
     gpus(4, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2)
     assert [pick(local_rank, device_ids=(2, 3)) for local_rank in (0, 1)] == ["cuda:2", "cuda:3"]
@@ -261,6 +267,13 @@ def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, m
         assert folder.here(process.run, main, ppo_atari.Args, SINGLE) == code
         err = capsys.readouterr().err
         assert err.startswith(f"stopped {says}") and err.count("\n") == 1, err
+
+
+def test_a_full_disk_does_not_change_the_exit_code(folder, monkeypatch, capsys):
+    """The launcher reads it from a file, and then from the process itself."""
+    monkeypatch.setenv("CLEANRL_STATUS_FILE", "/dev/full")
+    monkeypatch.setattr("sys.argv", [SINGLE])
+    assert folder.here(process.run, lambda args, on_exit: None, ppo_atari.Args, SINGLE) == 0
 
 
 def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
