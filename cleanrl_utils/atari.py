@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from cleanrl_utils.config import say
 from cleanrl_utils.pool import PoolVectorEnv
 from cleanrl_utils.process import cores
 
@@ -101,9 +102,7 @@ class AtariGame(gym.Wrapper):
         self._life_lost = False
         self._lives = self.env.ale.lives()
         self._stack[:] = self._screen()
-        info: dict[str, Any] = {}
-        if self._games:
-            info["games"], self._games = self._games, []
+        info, self._games = {"games": self._games} if self._games else {}, []
         return self._stack.copy(), info
 
     def step(self, action: int):
@@ -112,20 +111,15 @@ class AtariGame(gym.Wrapper):
         lives = self.env.ale.lives()
         over = terminated or truncated
         if over:
-            self._finish_game()
+            self._games.append((self._return, self._length))
         self._life_lost = self.episodic_life and lives < self._lives and not over
         self._lives = lives
         self._stack[:-1] = self._stack[1:]
         self._stack[-1] = self._screen()
         if self.recorder:
             self.recorder.frame(self.env.ale.getScreenRGB())
-        return (
-            self._stack.copy(),
-            float(np.sign(reward)) if self.clip_reward else reward,
-            terminated or self._life_lost,
-            truncated,
-            {},
-        )
+        reward = float(np.sign(reward)) if self.clip_reward else reward
+        return self._stack.copy(), reward, terminated or self._life_lost, truncated, {}
 
     def _skip(self, action: ale_py.Action) -> tuple[float, bool, bool]:
         """Repeat an action; afterwards `_frames[0]` is the max over the skip's last two frames."""
@@ -148,7 +142,7 @@ class AtariGame(gym.Wrapper):
         """A skip inside a reset. If the game ends in it, it counts as finished, and the next one begins."""
         _, terminated, truncated = self._skip(action)
         if terminated or truncated:
-            self._finish_game()
+            self._games.append((self._return, self._length))
             self._new_game()
 
     def _new_game(self, seed: int | None = None) -> None:
@@ -161,7 +155,7 @@ class AtariGame(gym.Wrapper):
         for _ in range(self.env.np_random.integers(1, self.noop_max + 1) if self.noop_max > 0 else 0):
             self._return += self.env.ale.act(NOOP)
             if self.env.ale.game_over():
-                self._finish_game()
+                self._games.append((self._return, self._length))
                 self.env.ale.reset_game()
                 self._begin_count()
         self.env.ale.getScreenGrayscale(self._frames[0])
@@ -171,9 +165,6 @@ class AtariGame(gym.Wrapper):
         if self.recorder:
             self.recorder.new_game()
             self.recorder.frame(self.env.ale.getScreenRGB())
-
-    def _finish_game(self) -> None:
-        self._games.append((self._return, self._length))
 
     def _screen(self) -> np.ndarray:
         return cv2.resize(self._frames[0], (self.screen_size, self.screen_size), interpolation=cv2.INTER_AREA)
@@ -289,22 +280,25 @@ class VideoRecorder:
         """Add one RGB frame, uint8 (height, width, 3), to the current game's file if it gets one."""
         if self._frames >= self.max_frames or not self.wanted():
             return
-        if self._writer is None:
-            import imageio_ffmpeg
+        try:
+            if self._writer is None:
+                self._open(rgb.shape[1::-1])
+            self._writer.send(np.ascontiguousarray(rgb))
+            self._frames += 1
+        except (OSError, RuntimeError) as error:  # a full disk; a signal to all processes, which ended the encoder
+            say(f"warning: no more videos: {str(error).splitlines()[0]}")
+            self.max_frames = 0
 
-            os.makedirs(self.folder, exist_ok=True)
-            part = f"-from-{self._first_frame}" if self._first_frame else ""
-            self._writer = imageio_ffmpeg.write_frames(
-                f"{self.folder}/rl-video-episode-{self.game}{part}.mp4",
-                (rgb.shape[1], rgb.shape[0]),
-                fps=self.FPS,
-                macro_block_size=2,  # keeps 160x210 as it is
-                output_params=["-movflags", "+frag_keyframe+empty_moov"],
-                ffmpeg_log_level="error",
-            )
-            self._writer.send(None)
-        self._writer.send(np.ascontiguousarray(rgb))
-        self._frames += 1
+    def _open(self, size: tuple[int, ...]) -> None:
+        import imageio_ffmpeg
+
+        os.makedirs(self.folder, exist_ok=True)
+        part = f"-from-{self._first_frame}" if self._first_frame else ""
+        path, fragments = f"{self.folder}/rl-video-episode-{self.game}{part}.mp4", "+frag_keyframe+empty_moov"
+        output = {"output_params": ["-movflags", fragments], "ffmpeg_log_level": "error"}
+        # a block of 2 keeps 160x210 as it is
+        self._writer = imageio_ffmpeg.write_frames(path, size, fps=self.FPS, macro_block_size=2, **output)
+        self._writer.send(None)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cleanrl_utils.config import Fault, RunArgs, UsageError
+from cleanrl_utils.config import Fault, RunArgs, UsageError, say
 from cleanrl_utils.process import Stopped, local_world_size, on_rank_0, ranks, under_torchrun
 
 
@@ -81,10 +81,10 @@ class Logger(NullLogger):
         for tag, facts in (("hyperparameters", dataclasses.asdict(args)), ("start", _start_facts(args))):
             rows = "\n".join(f"|{key}|{value}|" for key, value in facts.items())
             self._writer.add_text(tag, f"|param|value|\n|-|-|\n{rows}", self._step)
-        print(f"run: {folder}{f', from step {self._step}' if self._step else ''}", file=sys.stderr)
+        say(f"run: {folder}{f', from step {self._step}' if self._step else ''}")
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(total_timesteps, self._step)
-        self._disk_failed = False
+        self._failed: set[str] = set()  # what can't be written any more
         self._time: Counter[str] = Counter()  # sums of the iterations' shares
         self._first_step, self._start = self._step, time.monotonic()
 
@@ -114,69 +114,66 @@ class Logger(NullLogger):
         if self._time:
             total = sum(self._time.values())
             # what is no work at all deserves a word from a fifth of the largest part on
-            most = max(
-                self._time, key=lambda part: self._time[part] * (5 if part in ("allreduce", "checkpoint") else 1)
-            )
+            most = max(self._time, key=lambda p: self._time[p] * (5 if p in ("allreduce", "checkpoint") else 1))
             shares = ", ".join(f"{part} {share / total:.0%}" for part, share in self._time.items())
             self.say(f"time: {shares}; {most}: {ADVICE.get(most, 'the largest part')}")
         print(f"final: global_step={global_step} param_sum={param_sum:.10f}", flush=True)
 
     def _write(self, metrics: Mapping[str, float], step: int, **for_wandb: float) -> None:
-        with self._whatever_the_disk():
+        with self._spared("TensorBoard's events", OSError):
             for tag, value in metrics.items():
                 self._writer.add_scalar(tag, value, step)
-        if self._wandb:
-            self._wandb.log({**metrics, **for_wandb, "global_step": step}, step=self._rows)
+        with self._spared("W&B's rows", Exception):
+            if self._wandb:
+                self._wandb.log({**metrics, **for_wandb, "global_step": step}, step=self._rows)
         self._rows += 1
 
     def _send_videos(self, finished: bool = False) -> None:
-        """To W&B, in the latest row. The newest may still be growing, until the environments are closed.
+        """To W&B, once each: `.sent` beside them names those that were. The newest may grow until it is `finished`."""
+        with self._spared("W&B's videos", Exception):
+            files = sorted(glob.glob(f"videos/{glob.escape(self.run_name)}/*.mp4"), key=os.path.getmtime)
+            if self._wandb and files:
+                import wandb
 
-        Once each, also if the run is continued: the names of those that were sent are in `.sent` beside them.
-        """
-        files = sorted(glob.glob(f"videos/{glob.escape(self.run_name)}/*.mp4"), key=os.path.getmtime)
-        if self._wandb and files:
-            import wandb
-
-            with contextlib.suppress(OSError), open(f"videos/{self.run_name}/.sent", "a+") as sent:
-                sent.seek(0)
-                before = sent.read().splitlines()
-                for file in files if finished else files[:-1]:
-                    if file not in before:
-                        self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
-                        print(file, file=sent)
+                with open(f"videos/{self.run_name}/.sent", "a+") as sent:
+                    sent.seek(0)
+                    before = sent.read().splitlines()
+                    for file in files if finished else files[:-1]:
+                        if file not in before:
+                            self._wandb.log({"videos": wandb.Video(file, format="mp4")}, step=max(self._rows - 1, 0))
+                            print(file, file=sent)
 
     @contextlib.contextmanager
-    def _whatever_the_disk(self) -> Iterator[None]:
-        """A full disk costs TensorBoard's points, not the run."""
+    def _spared(self, what: str, *errors: type[Exception]) -> Iterator[None]:
+        """A full disk, or a signal to all processes, which ends W&B's, costs these points and not the run."""
         try:
             yield
-        except OSError as error:
-            if not self._disk_failed:
-                self.say(f"warning: TensorBoard's events of this start can't be written any more: {error}")
-            self._disk_failed = True
+        except errors as error:
+            if what not in self._failed:
+                self.say(f"warning: {what} of this start can't be written any more: {error}")
+            self._failed.add(what)
 
     def state(self) -> dict[str, Any]:
-        wandb_id = self._wandb.id if self._wandb else None
-        return {"returns": list(self._returns), "rows": self._rows, "wandb_id": wandb_id}
+        return {"returns": list(self._returns), "rows": self._rows, "wandb_id": self._wandb and self._wandb.id}
 
     def flush(self) -> None:
-        with self._whatever_the_disk():
+        with self._spared("TensorBoard's events", OSError):
             self._writer.flush()
-        for path in glob.glob(f"runs/{glob.escape(self.run_name)}/events*"):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())  # of the file, whoever wrote it
+            for path in glob.glob(f"runs/{glob.escape(self.run_name)}/events*"):
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())  # of the file, whoever wrote it
 
     def close(self) -> None:
         self._progress.close()
         self._send_videos(finished=True)
-        with self._whatever_the_disk():
+        with self._spared("TensorBoard's events", OSError):
             self._writer.close()
-        if self._wandb:
-            failed = sys.exc_info()[1]  # of the run, which is being closed
-            if isinstance(failed, Stopped):
+        failed = sys.exc_info()[1]  # of the run, which is being closed
+        with self._spared("W&B's rows", Exception):
+            if self._wandb and isinstance(failed, Stopped):
                 self._wandb.mark_preempting()
-            self._wandb.finish(exit_code=int(failed is not None))
+            if self._wandb:
+                self._wandb.finish(exit_code=int(failed is not None))
 
 
 def open_logger(args: RunArgs, run_name: str, total_timesteps: int, saved: Mapping[str, Any]) -> NullLogger:
@@ -187,17 +184,20 @@ def open_logger(args: RunArgs, run_name: str, total_timesteps: int, saved: Mappi
 def check_wandb_login(args: RunArgs) -> None:
     """Usage error where W&B has no key that its server takes. All processes call it, before anything is made."""
     if args.track:
-        on_rank_0(_login)
+        on_rank_0(_login, args)
 
 
-def _login() -> None:
+def _login(args: RunArgs) -> None:
     import wandb
 
+    hint = ""
     try:
+        wandb.Settings(project=args.wandb_project_name, run_tags=args.wandb_tags or None)
+        hint = "; or set WANDB_MODE=offline"
         if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False):  # others would wait for an answer
             raise wandb.Error("no key; give one to `wandb login` or in WANDB_API_KEY")
     except (wandb.Error, ValueError) as error:  # ValueError: a setting, such as WANDB_MODE
-        raise UsageError(f"--track: {' '.join(str(error).split()).rstrip('.')}; or set WANDB_MODE=offline") from None
+        raise UsageError(f"--track: {' '.join(str(error).split()).rstrip('.')}{hint}") from None
 
 
 def _start_wandb(args: RunArgs, run_name: str, run_id: str | None) -> Any:
@@ -255,7 +255,7 @@ class _Bar:
         self._bar = tqdm(total=total, initial=first, dynamic_ncols=True, bar_format=self.FORMAT)
 
     def say(self, line: str) -> None:
-        self._bar.write(line, file=sys.stderr)
+        say(line, self._bar.write)
 
     def show(self, global_step: int, sps: float, mean_return: str) -> None:
         self._bar.set_postfix_str(f"SPS {sps:.0f}, mean return {mean_return}", refresh=False)
@@ -274,7 +274,7 @@ class _Lines:
         self._total, self._last = total, 0.0
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr)
+        say(line)
 
     def show(self, global_step: int, sps: float, mean_return: str) -> None:
         now = time.monotonic()

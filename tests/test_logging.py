@@ -174,6 +174,36 @@ def test_wandb_knows_how_a_run_ended(tmp_path, monkeypatch, error, preempting):
     assert [record.exit.exit_code for record in wandb_records(file) if record.HasField("exit")] == [1]
 
 
+def test_without_wandbs_process_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    """A signal to all processes ends it; then the checkpoint is still to be written."""
+    import ppo_atari
+
+    class Gone:
+        id = "x"
+
+        def log(self, *_args, **_kwargs):
+            raise ConnectionResetError("Connection lost")
+
+        mark_preempting = finish = log
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cleanrl_utils.logger._start_wandb", lambda *_args: Gone())
+    os.makedirs("videos/r")
+    for name in "ab":
+        Path(f"videos/r/{name}.mp4").touch()
+    logger = Logger(ppo_atari.Args(track=True), "r", 100, {})
+    for step in (8, 16):
+        logger.games([(step, 1.0, 8)])
+        logger.metrics({"losses/value_loss": 1.0}, step)
+    assert logger.state() == {"returns": [1.0, 1.0], "rows": 4, "wandb_id": "x"}
+    with pytest.raises(Stopped), ExitStack() as on_exit:
+        on_exit.callback(logger.close)
+        raise Stopped("after iteration 2")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(said) == 2 and "W&B's rows" in said[0] and "W&B's videos" in said[1], said
+    assert [step for step, _ in scalars("runs/r")["charts/episodic_return"]] == [8, 16]
+
+
 def frames_of(file):
     import cv2
 
@@ -219,6 +249,29 @@ def test_the_recorder(tmp_path):
     assert recorder.wanted()
     recorder.game = 1331
     assert not recorder.wanted()
+
+
+def test_without_an_encoder_the_run_goes_on_without_videos(tmp_path, capsys):
+    """A signal to all processes ends it, and so does a full disk."""
+    frame = np.zeros((210, 160, 3), np.uint8)
+    recorder = VideoRecorder(str(tmp_path / "killed"))
+    recorder.new_game()
+    recorder.frame(frame)
+    encoder = recorder._writer.gi_frame.f_locals["p"]
+    encoder.kill()
+    encoder.wait()
+    for _ in range(10):
+        recorder.frame(frame)
+    recorder.close()
+    (tmp_path / "file").write_text("")
+    recorder = VideoRecorder(str(tmp_path / "file" / "videos"))
+    recorder.new_game()
+    recorder.frame(frame)
+    recorder.frame(frame)
+    recorder.close()
+    said = capsys.readouterr().err.splitlines()
+    assert [line[:24] for line in said] == ["warning: no more videos:"] * 2, said
+    assert "Broken pipe" in said[0] and "Not a directory" in said[1]
 
 
 def test_the_same_command_twice_gives_identical_scalars(folder):
@@ -268,6 +321,7 @@ def test_run_folders_are_never_shared(tmp_path, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1000.5)
     names = [make_run_folder(ppo_atari.Args(exp_name="x"), "ALE/Pong-v5") for _ in range(3)]
     assert names == [f"ALE-Pong-v5__x__1__{second}" for second in (1000, 1001, 1002)]
+    assert make_run_folder(ppo_atari.Args(exp_name="../../../y"), "ALE/Pong-v5").endswith("__..-..-..-y__1__1000")
 
 
 def test_games_are_logged_in_order(tmp_path, monkeypatch):
