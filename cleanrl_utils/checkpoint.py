@@ -9,12 +9,12 @@ A checkpoint is one file, `{checkpoint_dir}/{run_name}/checkpoint-{iteration}.pt
     command   the script's name and flags, as given
     machine   threads, processor and versions, on which the last bits depend
 
-It is written beside, flushed to the disk and renamed. The zip format brings the checksums.
+It is written beside, flushed and renamed. The zip format brings the checksums.
 """
 
+import atexit
 import contextlib
 import fcntl
-import functools
 import glob
 import importlib.metadata
 import io
@@ -34,11 +34,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from cleanrl_utils.config import Fault, RunArgs, UsageError, flag_name
+from cleanrl_utils.config import Fault, RunArgs, UsageError, flag_name, say
 from cleanrl_utils.logger import NullLogger
 from cleanrl_utils.process import gather, on_rank_0, ranks
 
 FORMAT, VERSION = "cleanrl-distributed checkpoint", 1
+PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
 KEEP = 3
 WRITE_LIMIT = 20.0  # seconds; then the run goes on, or ends, without this checkpoint. torchrun gives 30 to end.
 LOCK_WAIT = 60.0  # seconds that a run waits for the job before it to end
@@ -50,6 +51,9 @@ MAY_CHANGE = {
     *("resume", "init_from", "checkpoint_every", "checkpoint_dir", "cuda", "num_threads", "backend", "device_ids"),
     *("vector_env", "num_envs", "batch_size"),  # of the last two, what they make of the sizes must not change
 }
+# What a checkpoint has, whatever its script adds: to play from, and to continue from.
+PLAYABLE = {"agent": dict, "config": dict, "machine": dict, "global_step": int}
+WHOLE = {**PLAYABLE, "envs": list, "random": list, "logger": dict, "iteration": int, "launch": str}
 Args = TypeVar("Args", bound=RunArgs)
 
 
@@ -60,35 +64,32 @@ class Unreadable(Exception):
 class CheckpointFolder:
     """The checkpoint files of a folder, on a disk or in an object store (by fsspec)."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, flag: str = "--checkpoint-dir"):
         import fsspec
         from fsspec.implementations.local import LocalFileSystem
 
         try:
             self.fs, self.path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"--checkpoint-dir: {url}: {_line(error)}") from None
+        except Exception as error:  # a store that is unknown, not installed, or takes no such URL
+            raise UsageError(f"{flag}: {url}: {_line(error)}") from None
         self.local = isinstance(self.fs, LocalFileSystem)
-
-    def require_folder(self) -> None:
-        """Usage error if something else is in its place."""
-        if self.local and os.path.exists(self.path) and not os.path.isdir(self.path):
-            raise UsageError(f"--checkpoint-dir: {self.path} is not a folder")
 
     def files(self) -> list[str]:
         """Paths of the checkpoints, the newest last."""
         try:
             names = self.fs.ls(self.path, detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         except Exception as error:  # whatever a store says
             raise Fault(f"can't read {self.path}: {_line(error)}") from None
         return sorted(name for name in names if re.fullmatch(r"checkpoint-\d{8}\.pt", os.path.basename(name)))
 
-    def read(self, path: str) -> dict[str, Any]:
+    def read(self, path: str, parts: Mapping[str, type] = PLAYABLE) -> dict[str, Any]:
         """A checkpoint's contents; `Unreadable` where it is damaged or foreign, a usage error where it is too new."""
         try:
             data = self.fs.cat_file(path)
+        except IsADirectoryError as error:
+            raise Unreadable(_line(error)) from None
         except Exception as error:
             raise Fault(f"can't read {path}: {_line(error)}") from None
         try:
@@ -99,20 +100,23 @@ class CheckpointFolder:
             raise Unreadable(_line(error)) from None
         if damaged:
             raise Unreadable(f"{damaged} in it is damaged")
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
+        if not isinstance(state, dict) or state.get("format") != FORMAT or not isinstance(state.get("version"), int):
             raise Unreadable("not a checkpoint of these scripts")
         if state["version"] > VERSION:
             raise UsageError(f"{path}: format {state['version']}, of a newer version of this project than this one")
+        wrong = [name for name, kind in parts.items() if not isinstance(state.get(name), kind)]
+        if wrong:
+            raise Unreadable(f"not a whole checkpoint: {', '.join(wrong)}")
         return state
 
-    def newest(self) -> dict[str, Any] | None:
+    def newest(self, parts: Mapping[str, type] = PLAYABLE) -> dict[str, Any] | None:
         """The newest checkpoint that can be read; None if there is no file."""
         files = self.files()
         for path in reversed(files):
             try:
-                return self.read(path)
+                return self.read(path, parts)
             except Unreadable as error:
-                print(f"warning: skipped {path}: {error}", file=sys.stderr)
+                say(f"warning: skipped {path}: {error}")
         if files:
             raise Fault(f"none of the {len(files)} checkpoints in {self.path} can be read")
         return None
@@ -137,12 +141,11 @@ class CheckpointFolder:
             os.close(folder)
         else:
             self.fs.pipe_file(path, data)  # an object store shows an object once all of it has arrived
-        with contextlib.suppress(Exception):  # what can't be removed now is removed the next time
-            for old in self.files()[:-KEEP]:
-                self.fs.rm_file(old)
-            if self.local:
-                for left in glob.glob(f"{glob.escape(self.path)}/checkpoint-*.pt.tmp"):  # by a process that was killed
-                    os.remove(left)
+        left = glob.glob(f"{glob.escape(self.path)}/checkpoint-*.pt.tmp") if self.local else []  # by a killed process
+        with contextlib.suppress(Fault):  # a store that can't be listed now
+            for old in [*self.files()[:-KEEP], *left]:
+                with contextlib.suppress(Exception):  # what can't be removed now is removed the next time
+                    self.fs.rm_file(old)
 
 
 def save_checkpoint(
@@ -207,7 +210,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
     sizes: dict[str, Any] = {name: run[name] for name in ("total_num_envs", "num_steps")}
     if _of_this_launch(state) and any(now[name] != size for name, size in sizes.items()):
         if ranks()[0] == 0:
-            print(f"notice: restarted by torchrun with the sizes of the run: {sizes}", file=sys.stderr)
+            say(f"notice: restarted by torchrun with the sizes of the run: {sizes}")
         sizes["batch_size"] = None  # the run's num_steps came from it
         args = replace(args, **sizes)
         now = run_config(args)
@@ -219,7 +222,7 @@ def load_checkpoint(args: Args) -> tuple[Args, dict[str, Any]]:
         raise UsageError("; ".join(rules))
     changes = [f"{name} {a} -> {b}" for name, a, b in _differences(state["machine"], machine(args))]
     if changes and ranks()[0] == 0:
-        print(f"notice: continued within rounding, not bit for bit: {', '.join(changes)}", file=sys.stderr)
+        say(f"notice: continued within rounding, not bit for bit: {', '.join(changes)}")
     return args, state
 
 
@@ -280,14 +283,8 @@ def machine(args: RunArgs) -> dict[str, Any]:
         "processes": ranks()[2],
         "threads": torch.get_num_threads(),
         "device": gpu or f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-        **_versions(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    packages = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
-    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def launch_id() -> str:
@@ -301,10 +298,7 @@ def _of_this_launch(left: Mapping[str, Any] | None) -> bool:
 
 
 def make_run_folder(args: RunArgs, env_id: str) -> str:
-    """Make the run's folder and lock it against other jobs; its name, equal in all processes. All of them call it.
-
-    A new run's folder is its alone, also if another job starts in the same second.
-    """
+    """Make the run's folder, its alone, and lock it; its name, equal in all processes. All of them call it."""
     return on_rank_0(_make_run_folder, args, env_id)
 
 
@@ -312,11 +306,13 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
     second = int(time.time())
     while True:
         # the slash of ALE/Pong-v5 would be a folder in runs/
-        name = args.run_name or f"{env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{second}"
+        name = args.run_name or f"{env_id}__{args.exp_name}__{args.seed}__{second}".replace("/", "-")
         try:
+            making = f"runs/{name} in {os.getcwd()}"
             os.makedirs(f"runs/{name}", exist_ok=os.path.abspath(f"runs/{name}") in _locks and name == args.run_name)
             folder = CheckpointFolder(f"{args.checkpoint_dir}/{name}")
             if folder.local:
+                making = f"--checkpoint-dir {folder.path}"
                 os.makedirs(folder.path, exist_ok=True)
                 _lock(folder.path)  # another job may run in another folder and write the same checkpoints
             lock = _lock(f"runs/{name}")
@@ -329,7 +325,9 @@ def _make_run_folder(args: RunArgs, env_id: str) -> str:
                 raise UsageError(f"--run-name {name}: another job has just made runs/{name}") from None
             second += 1
         except OSError as error:
-            raise UsageError(f"can't make runs/{name} in {os.getcwd()}: {error.strerror}") from None
+            with contextlib.suppress(OSError):
+                os.rmdir(f"runs/{name}")  # if it is empty: for the next try
+            raise UsageError(f"can't make {making}: {error.strerror}") from None
 
 
 _locks: dict[str, Any] = {}  # by folder; the kernel frees them when the process is gone, however it ended
@@ -350,12 +348,16 @@ def _lock(folder: str) -> Any:
                     raise UsageError(f"another job has been using {folder} for {LOCK_WAIT:.0f} s") from None
                 time.sleep(0.2)
         _locks[folder] = file
+        atexit.register(file.close)  # with -W error, Python would complain of a file that is left open
     return _locks[folder]
 
 
 def _find(args: RunArgs) -> dict[str, Any]:
     """What to continue, by rank 0's files; not by torchrun's count of restarts, which can differ between machines."""
-    CheckpointFolder(args.checkpoint_dir).require_folder()  # and an error if it is an unknown kind of store
+    folder = CheckpointFolder(args.checkpoint_dir)  # an error if it is an unknown kind of store
+    if folder.local and os.path.exists(folder.path) and not os.path.isdir(folder.path):
+        raise UsageError(f"--checkpoint-dir: {folder.path} is not a folder")
+    found: dict[str, Any] = {}
     if args.run_name is not None:
         try:
             found = _find_run(args, f"runs/{args.run_name}")
@@ -363,8 +365,6 @@ def _find(args: RunArgs) -> dict[str, Any]:
             raise UsageError(f"--run-name {args.run_name}: {_line(error)}") from None
         if "envs" in found:
             return found
-    else:
-        found = {}
     return {**found, "agent": _weights_of(args.init_from)} if args.init_from is not None else found
 
 
@@ -377,7 +377,7 @@ def _find_run(args: RunArgs, run: str) -> dict[str, Any]:
         _lock(run)
         if folder.local and os.path.isdir(folder.path):
             _lock(folder.path)
-    newest = folder.newest()
+    newest = folder.newest(WHOLE)
     restarted = restarted or _of_this_launch(newest)
     if (before or newest) and not (args.resume or restarted):
         rule = f"{run if before else folder.path} exists; --resume continues it, or choose another name"
@@ -388,18 +388,16 @@ def _find_run(args: RunArgs, run: str) -> dict[str, Any]:
 
 def _last_start(run: str) -> dict[str, Any] | None:
     """What the last job that used the run's folder left about itself, if there was one."""
-    try:
-        with open(f"{run}/.lock") as file:
-            left = json.load(file)
-            return left if isinstance(left, dict) and {"launch", "config"} <= left.keys() else {"launch": "none"}
-    except ValueError:
-        return {"launch": "none"}
-    except FileNotFoundError:
-        return {"launch": "none"} if os.path.exists(run) else None
+    left = None
+    with contextlib.suppress(ValueError, FileNotFoundError), open(f"{run}/.lock") as file:
+        left = json.load(file)
+    if isinstance(left, dict) and {"launch", "config"} <= left.keys():
+        return left
+    return {"launch": "none"} if os.path.exists(run) else None
 
 
 def _weights_of(path: str) -> dict[str, torch.Tensor]:
-    folder = CheckpointFolder(path)
+    folder = CheckpointFolder(path, "--init-from")
     try:
         state = folder.read(folder.path) if folder.fs.isfile(folder.path) else folder.newest()
     except Unreadable as error:

@@ -1,6 +1,7 @@
 """Nothing is lost: an interrupted run is the uninterrupted one, and no file can end or mislead it."""
 
 import glob
+import io
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import torch
 from conftest import MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, kill_group, scalars, wait_until
 
 from cleanrl_utils.atari import AtariGame, finished_games, make_vector
-from cleanrl_utils.checkpoint import CheckpointFolder, Unreadable
+from cleanrl_utils.checkpoint import FORMAT, PLAYABLE, VERSION, WHOLE, CheckpointFolder, Unreadable
 from cleanrl_utils.config import Fault, UsageError
 
 ITERATIONS, NUM_STEPS = 12, 32
@@ -168,6 +169,42 @@ def test_which_checkpoint_is_the_newest(straight, tmp_path, capsys):
     torch.save({**state, "version": 2}, tmp_path / "run" / "checkpoint-00000130.pt")
     with pytest.raises(UsageError, match="newer version"):
         folder.newest()
+
+
+def save(file, **changes):
+    """A small whole checkpoint, but for the changes; None: the part is missing."""
+    state = {"format": FORMAT, "version": VERSION, **{part: kind() for part, kind in WHOLE.items()}, **changes}
+    torch.save({part: value for part, value in state.items() if value is not None}, file)
+
+
+@pytest.mark.parametrize("value", [None, 1.5])
+def test_what_is_no_whole_checkpoint_is_skipped(value, tmp_path, capsys):
+    """The checksums are right, the content is not."""
+    folder = CheckpointFolder(str(tmp_path))
+    save(tmp_path / "checkpoint-00000001.pt", iteration=1)
+    for part in WHOLE:
+        save(tmp_path / "checkpoint-00000002.pt", iteration=2)
+        assert folder.newest(WHOLE)["iteration"] == 2 and capsys.readouterr().err == ""
+        save(tmp_path / "checkpoint-00000002.pt", **{"iteration": 2, part: value})
+        assert folder.newest(WHOLE)["iteration"] == 1
+        assert f"checkpoint-00000002.pt: not a whole checkpoint: {part}\n" in capsys.readouterr().err
+        folder.newest()
+        assert (capsys.readouterr().err == "") == (part not in PLAYABLE), part
+    save(tmp_path / "checkpoint-00000002.pt", version=value)
+    assert folder.newest(WHOLE)["iteration"] == 1
+
+
+def test_a_folder_in_the_place_of_a_checkpoint(tmp_path, capsys):
+    """It is skipped as damaged, and does not keep older files from being removed."""
+    for iteration in range(2, 6):
+        save(tmp_path / f"checkpoint-{iteration:08}.pt", iteration=iteration)
+    (tmp_path / "checkpoint-00000001.pt" / "inner").mkdir(parents=True)
+    (tmp_path / "checkpoint-00000006.pt").mkdir()
+    folder = CheckpointFolder(str(tmp_path))
+    assert folder.newest()["iteration"] == 5
+    assert "checkpoint-00000006.pt: IsADirectoryError" in capsys.readouterr().err
+    folder.write("checkpoint-00000007.pt", b"x")
+    assert sorted(name[-4:-3] for name in os.listdir(tmp_path)) == ["1", "5", "6", "7"]
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -388,6 +425,19 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
     )
 
 
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_nobody_reads_what_the_run_says(folder, monkeypatch, capsys):
+    """A full disk under stderr, or a `tee` that Ctrl-C has ended: the run goes on to its end."""
+    monkeypatch.setattr(sys, "stderr", Full())
+    flags = [*SMALL, "--num-envs", 2, "--total-timesteps", 32, "--run-name", "quiet"]
+    assert run_script(folder, *flags) == 0
+    assert final(capsys.readouterr().out)[0] == 32 and len(checkpoints(folder, "quiet")) == 1
+
+
 def test_a_full_disk_costs_points_and_not_the_run(tmp_path, monkeypatch, capsys):
     import ppo_atari
     from cleanrl_utils.logger import Logger
@@ -402,6 +452,10 @@ def test_a_full_disk_costs_points_and_not_the_run(tmp_path, monkeypatch, capsys)
         monkeypatch.setattr(logger._writer, call, full)
     logger.metrics({"losses/value_loss": 1.0}, 8)
     logger.games([(8, 1.0, 1)])
+    logger.flush()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", full)  # where some file systems say it
     logger.flush()
     logger.close()
     assert capsys.readouterr().err.count("warning: TensorBoard's events of this start can't be written") == 1

@@ -53,12 +53,20 @@ BAD = {
     "--wandb-tags a --wandb-tags b": "--wandb-tags: is there twice; write --wandb-tags ONE TWO",
     "--run-name ../elsewhere": "--run-name '../elsewhere': must be a name",
     "--run-name /tmp/x": "--run-name '/tmp/x': must be a name",
+    "--run-name .": "--run-name '.': must be a name",
+    "--run-name a//b": "--run-name 'a//b': must be a name",
+    "--run-name=": "--run-name '': must be a name",
+    "--run-name a\x1bb": "--run-name 'a\\x1bb': must be without line breaks",
+    "--exp-name a\udcffb": "--exp-name 'a\\udcffb': must be without line breaks",
     "--no-such-flag 3": "--no-such-flag",
     "--run-name a::b": "--run-name 'a::b': must be without a colon",
     "--checkpoint-dir=": "--checkpoint-dir '': must be a folder or a URL",
     "--resume": "--resume: needs the --run-name of the run to continue",
     "--checkpoint-every -1": "--checkpoint-every -1: must be 0 or above",
     "--checkpoint-dir nowhere://x": "--checkpoint-dir: nowhere://x: ValueError: Protocol not known",
+    "--init-from nowhere://x": "--init-from: nowhere://x: ValueError: Protocol not known",
+    "--track --wandb-project-name a/b": "--track: Invalid project name 'a/b'",
+    "--track --wandb-tags " + "x" * 65: "is 65 characters",
     "--init-from no/such/file.pt": "--init-from no/such/file.pt: there is no checkpoint",
     "3": "3",
 }
@@ -166,6 +174,54 @@ def test_the_single_script_is_one_process(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
         == f"error: {os.path.basename(sys.argv[0])}: is one process, not 2; use ppo_atari_multigpu.py\n"
     )
+
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    "variables, says",
+    [
+        ("RANK=0", "WORLD_SIZE: is not set, but others of torchrun's variables are"),
+        ("WORLD_SIZE=2", "RANK: is not set, but"),
+        ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR: is not set, but"),
+        ("RANK=1", "RANK 1: must be below WORLD_SIZE, 1"),
+        ("RANK=2 WORLD_SIZE=2", "RANK 2: must be below WORLD_SIZE, 2"),
+        ("RANK=0 WORLD_SIZE=0", "RANK 0: must be below WORLD_SIZE, 0"),
+        ("RANK=first WORLD_SIZE=2", "RANK 'first': must be a number, as torchrun sets it"),
+        ("RANK=-1 WORLD_SIZE=2", "RANK '-1': must be a number"),
+        ("LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK 2: must be below LOCAL_WORLD_SIZE"),
+        ("LOCAL_WORLD_SIZE=0", "LOCAL_RANK 0: must be below LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_variables_of_torchrun_that_do_not_fit(variables, says, tmp_path, monkeypatch, capsys):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert run_main(ppo_atari_multigpu, "", monkeypatch, tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {says}") and err.count("\n") == 1, err
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("local_rank, lines", [("0", 1), ("1", 0)])
+def test_an_error_of_another_machine_is_said_there(local_rank, lines, tmp_path, monkeypatch, capsys):
+    """Before the processes have met: process 0 can't know of it."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    for name, value in zip(VARIABLES, ("2", local_rank, "4", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert run_main(ppo_atari_multigpu, "--gamma 2", monkeypatch, tmp_path) == 2
+    assert capsys.readouterr().err.count("error: --gamma 2.0: must be between 0 and 1") == lines
+
+
+def test_a_checkpoint_folder_that_can_not_be_made(tmp_path, monkeypatch, capsys):
+    """It is named, and nothing stays that the next try would call a run."""
+    (tmp_path / "file").write_text("")
+    assert run_main(ppo_atari, "--run-name x --checkpoint-dir file/there", monkeypatch, tmp_path) == 2
+    where = f"--checkpoint-dir {tmp_path}/file/there/x"
+    assert capsys.readouterr().err == f"error: can't make {where}: Not a directory\n"
+    assert os.listdir(tmp_path / "runs") == []
 
 
 def test_a_run_name_that_is_a_file(tmp_path, monkeypatch, capsys):
