@@ -295,8 +295,7 @@ class VideoRecorder:
         os.makedirs(self.folder, exist_ok=True)
         part = f"-from-{self._first_frame}" if self._first_frame else ""
         path, fragments = f"{self.folder}/rl-video-episode-{self.game}{part}.mp4", "+frag_keyframe+empty_moov"
-        output = {"output_params": ["-movflags", fragments], "ffmpeg_log_level": "error"}
-        # a block of 2 keeps 160x210 as it is
+        output = {"output_params": ["-movflags", fragments], "ffmpeg_log_level": "error"}  # blocks of 2 keep 160x210
         self._writer = imageio_ffmpeg.write_frames(path, size, fps=self.FPS, macro_block_size=2, **output)
         self._writer.send(None)
 

@@ -51,8 +51,7 @@ MAY_CHANGE = {
     *("resume", "init_from", "checkpoint_every", "checkpoint_dir", "cuda", "num_threads", "backend", "device_ids"),
     *("vector_env", "num_envs", "batch_size"),  # of the last two, what they make of the sizes must not change
 }
-# What a checkpoint has, whatever its script adds: to play from, and to continue from.
-PLAYABLE = {"agent": dict, "config": dict, "machine": dict, "global_step": int}
+PLAYABLE = {"agent": dict, "config": dict, "machine": dict, "global_step": int}  # to play from; WHOLE: to go on
 WHOLE = {**PLAYABLE, "envs": list, "random": list, "logger": dict, "iteration": int, "launch": str}
 Args = TypeVar("Args", bound=RunArgs)
 
