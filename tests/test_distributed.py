@@ -8,7 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BIN, MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, free_port, kill_group, wait_until
+from conftest import (
+    BIN,
+    MULTI,
+    PATIENCE,
+    ROOT,
+    SINGLE,
+    SMALL,
+    alive,
+    children,
+    command,
+    final,
+    free_port,
+    kill_group,
+    wait_until,
+)
 
 import ppo_atari
 from cleanrl_utils import process
@@ -127,7 +141,7 @@ def agents(folder, script, *flags, nproc=1, per_agent=({}, {}), extra=((), ())):
     results = {}
 
     def finish(node):
-        results[node] = started[node].communicate(timeout=240)
+        results[node] = started[node].communicate(timeout=PATIENCE)
 
     waiting = [threading.Thread(target=finish, args=(node,)) for node in (0, 1)]
     for thread in waiting:
@@ -159,7 +173,7 @@ def test_different_arguments_are_an_error_on_all(folder):
 def test_two_jobs_at_once_share_nothing(folder):
     """The README's command twice in the same second: no port and no folder is shared."""
     jobs = [folder.start(command(MULTI, *TINY, nproc=2)) for _ in range(2)]
-    outputs = [job.communicate(timeout=240) for job in jobs]
+    outputs = [job.communicate(timeout=PATIENCE) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert len(os.listdir(folder.path / "runs")) == 2
 
@@ -176,7 +190,7 @@ def running_job(folder):
     job = folder.start(command(MULTI, *ENDLESS, nproc=2))
     lines = []
     threading.Thread(target=lambda: lines.extend(iter(job.stderr.readline, "")), daemon=True).start()
-    wait_until(lambda: any(line.startswith("step ") for line in lines), 120, "the first iteration")
+    wait_until(lambda: any(line.startswith("step ") for line in lines), PATIENCE, "the first iteration")
     workers = [pid for pid in children(job.pid) if MULTI in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     return job, workers
@@ -195,7 +209,7 @@ def test_a_killed_process_ends_the_job(folder):
         os.kill(workers[1], signal.SIGKILL)
         wait_until(lambda: job.poll() is not None, 60, "torchrun ends")
         assert job.returncode != 0
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
     finally:
         kill_group(job)
 
@@ -209,9 +223,9 @@ def test_ctrl_c_leaves_nobody(folder, to):
             os.kill(job.pid, signal.SIGINT)
         else:
             os.killpg(job.pid, signal.SIGINT)
-        wait_until(lambda: job.poll() is not None, 20, "torchrun ends")
+        wait_until(lambda: job.poll() is not None, 60, "torchrun ends")
         assert job.returncode != 0
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
         assert events_are_readable(folder) >= 1
     finally:
         kill_group(job)
@@ -221,7 +235,7 @@ def test_workers_do_not_outlive_a_killed_torchrun(folder):
     job, workers = running_job(folder)
     try:
         os.kill(job.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(alive, workers)), 15, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
     finally:
         kill_group(job)
 
@@ -234,9 +248,9 @@ def test_ctrl_c_alone_is_130_without_a_traceback(folder):
         workers = children(job.pid)
         assert workers
         os.killpg(job.pid, signal.SIGINT)
-        _, err = job.communicate(timeout=20)
+        _, err = job.communicate(timeout=60)
         assert job.returncode == 130 and "Traceback" not in err, err
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
         assert events_are_readable(folder) >= 1
     finally:
         kill_group(job)
@@ -275,14 +289,20 @@ def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
 def test_the_group_is_gone_before_the_interpreter_ends(folder):
     """gloo's threads, if they are still there at the interpreter's end, now and then abort the process.
 
-    Both processes print to one pipe, unbuffered: only what is one argument of `print` arrives in one piece.
+    The kernel lists a thread for a moment after it was joined. Both processes print to one pipe, unbuffered: only what
+    is one argument of `print` arrives in one piece.
     """
     (folder.path / "watched.py").write_text(
-        "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import os, sys, time; sys.path.insert(0, sys.argv.pop(1))\n"
         "import ppo_atari_multigpu as script\n"
-        "def name(thread): return open(f'/proc/self/task/{thread}/comm').read()\n"
+        "def name(thread):\n"
+        "    try: return open(f'/proc/self/task/{thread}/comm').read()\n"
+        "    except (FileNotFoundError, ProcessLookupError): return ''\n"
         "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in name(t)]\n"
-        "def disconnect(): before = gloo(); original(); print(f'threads: {len(before) > 0} {len(gloo())}')\n"
+        "def disconnect():\n"
+        "    before = gloo(); original(); deadline = time.monotonic() + 30\n"
+        "    while gloo() and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "    print(f'threads: {len(before) > 0} {len(gloo())}')\n"
         "original, script.process.disconnect = script.process.disconnect, disconnect\n"
         "script.process.run(script.main, script.Args, 'watched.py')\n"
     )
