@@ -152,11 +152,11 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     # that outlives `disconnect` has threads at the interpreter's end, and these now and then abort the process.
     import torch.distributed.nn.functional
 
-    timeout = timedelta(minutes=5)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    timeout, (rank, _, world_size) = timedelta(minutes=5), ranks()
+    store = next(dist.rendezvous("env://", timeout=timeout))[0] if "RANK" in os.environ else dist.HashStore()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has the addresses of those before a restart, too
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""  # also between containers
     mine = (vars(args), device.type, gpu)
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import MULTI, PATIENCE, ROOT, alive, children, final, free_port, kill_group, scalars, wait_until
@@ -135,6 +136,21 @@ def test_torchrun_s_restart_continues_the_run(launch):
     job.wait_for("run: runs/run, from step ")
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75, job.said
+
+
+def test_a_job_on_one_machine_uses_the_port_that_torchrun_has_opened(folder, monkeypatch):
+    """Where nodes come and go it can't."""
+    from cleanrl_utils import launch
+
+    def start(line, env, preexec_fn):
+        own.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in env)
+        return SimpleNamespace(wait=lambda: 0)
+
+    own = []
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+    for options in (TWO, ["--nnodes=1:2", "--rdzv-backend=c10d"]):
+        assert folder.here(lambda line: sys.exit(launch.main(line)), [*options, "a.py"]) == 0
+    assert own == [False, True]
 
 
 @pytest.mark.slow
