@@ -269,9 +269,9 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
     from rank 0. What `main` registers on the `ExitStack` is closed in every case, last in first out.
     """
     code, rank = 1, ranks()[0]
-    _leave_on_signals("before the training began: there is nothing to save")
-    _write_status(None)
     try:
+        _leave_on_signals("before the training began: there is nothing to save")
+        _write_status(None)
         args = parse(args_class, sys.argv[1:])
         if args.exp_name is None:
             args = replace(args, exp_name=os.path.splitext(os.path.basename(file))[0])
@@ -287,7 +287,8 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             print(f"error: {error}", file=sys.stderr)
         else:
             _on_stop_signals(signal.SIG_DFL)
-            time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
+            # torchrun ends a machine's processes at the first exit: rank 0, which may start late, has to speak before
+            time.sleep(40 if rank == ranks()[1] else 10)
         code = 2 if isinstance(error, UsageError) else 1
     except (Stopped, KeyboardInterrupt) as stop:
         code = EXIT_INTERRUPTED if StopSignal.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,6 +262,10 @@ def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, m
     def stopped_before(args, on_exit):
         os.kill(os.getpid(), number)
 
+    def stopped_at_once(code):
+        if code is None:
+            os.kill(os.getpid(), number)
+
     def stopped_after(args, on_exit):
         process.StopSignal()
         on_exit.callback(os.kill, os.getpid(), number)
@@ -274,6 +279,21 @@ def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, m
         assert folder.here(process.run, main, ppo_atari.Args, SINGLE) == code
         err = capsys.readouterr().err
         assert err.startswith(f"stopped {says}") and err.count("\n") == 1, err
+    monkeypatch.setattr(process.StopSignal, "received", [])
+    monkeypatch.setattr(process, "_write_status", stopped_at_once)
+    assert folder.here(process.run, stopped_after, ppo_atari.Args, SINGLE) == code
+
+
+@pytest.mark.parametrize("local_rank, seconds", [(1, 40), (0, 10)])
+def test_rank_0_has_time_to_speak(local_rank, seconds, folder, monkeypatch, capsys):
+    """On its own machine, where the first exit ends all; elsewhere nobody ends a process that waits."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    waited = []
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr("sys.argv", [SINGLE, "--gamma", "2"])
+    assert folder.here(process.run, None, ppo_atari.Args, SINGLE) == 2
+    assert waited == [seconds] and capsys.readouterr().err == ""
 
 
 def test_a_loss_that_is_not_finite_ends_all_with_one_line(folder):
