@@ -115,12 +115,11 @@ def main(argv: list[str]) -> int:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory() as folder:
         status = os.path.join(folder, "status")
-        env = {
-            **os.environ,
-            "CLEANRL_STATUS_FILE": status,
-            # where nodes come and go, a store shared with the rendezvous brings both agents down (torch 2.13)
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
+        env = {**os.environ, "CLEANRL_STATUS_FILE": status}
+        if "--standalone" not in line:
+            # Where nodes come and go, a store shared with the rendezvous brings both agents down (torch 2.13). An own
+            # one has a port that is chosen now and opened seconds later, by when another program may have it.
+            env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         child = subprocess.Popen(line, env=env, preexec_fn=lambda: prepare(stop))
         if received:
             child.send_signal(stop)

@@ -50,10 +50,8 @@ def under_torchrun() -> bool:
 
 def prepare_process(num_threads: int | None) -> None:
     """Threads and memory of this process; under torchrun, also end it when torchrun is gone."""
-    given = os.environ.get("OMP_NUM_THREADS")
-    if under_torchrun() and given == "1":
-        given = None  # torchrun sets 1 where the user set nothing
-    if num_threads is not None or given is None:  # else torch has read the user's number
+    unset = (None, "1") if under_torchrun() else (None,)  # torchrun sets 1 where the user set nothing
+    if num_threads is not None or os.environ.get("OMP_NUM_THREADS") in unset:  # else torch has read the user's number
         torch.set_num_threads(num_threads or cores())
     keep_freed_memory()
     if under_torchrun():
@@ -144,13 +142,15 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     # that outlives `disconnect` has threads at the interpreter's end, and these now and then abort the process.
     import torch.distributed.nn.functional
 
-    timeout = timedelta(minutes=5)
-    if "RANK" in os.environ or ranks()[2] > 1:
+    timeout, (rank, _, world_size) = timedelta(minutes=5), ranks()
+    store = dist.HashStore()
+    if "RANK" in os.environ or world_size > 1:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             require(name in os.environ, name, "", "is not set, but others of torchrun's variables are")
-        dist.init_process_group("gloo", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it has the addresses of those before a restart, too
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""  # also between containers
     mine = (vars(args), device.type, gpu)
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -266,9 +266,9 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
     """
     code, rank, local_rank = 1, 0, 0
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - None where it is closed
-    _leave_on_signals("before the training began: there is nothing to save")
-    _write_status(None)
     try:
+        _leave_on_signals("before the training began: there is nothing to save")
+        _write_status(None)
         require(ranks()[0] < ranks()[2], "RANK", ranks()[0], f"must be below WORLD_SIZE, {ranks()[2]}")
         require(ranks()[1] < local_world_size(), "LOCAL_RANK", ranks()[1], "must be below LOCAL_WORLD_SIZE")
         rank, local_rank, _ = ranks()
@@ -287,7 +287,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
             say(f"error: {error}")
         else:
             _on_stop_signals(signal.SIG_DFL)
-            time.sleep(10)  # torchrun ends all at the first exit: rank 0 has to speak before
+            time.sleep(10 if met else 40)  # torchrun ends all at the first exit: who speaks may still be importing
         code = 2 if isinstance(error, UsageError) else 1
     except (Stopped, KeyboardInterrupt) as stop:
         code = EXIT_INTERRUPTED if StopSignal.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED

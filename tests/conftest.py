@@ -4,6 +4,7 @@ import contextlib
 import glob
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -17,6 +18,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 sys.path.insert(0, str(ROOT))  # the tests import the scripts
+# What torchrun, a scheduler, a git hook, make or a user's settings change, here and in what is started from here
+SETTINGS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "CLEANRL_", "WANDB_")
+OTHERS = ("AWS_", "HF_", "TRANSFORMERS_", "GIT_", "MAKE", "FORCE_COLOR")
+for name in [name for name in os.environ if name.startswith((*SETTINGS, *OTHERS))]:
+    del os.environ[name]
+os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # which may ask for signed commits
+os.environ |= {"NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers of pytest share the cores; torch reads it at its import
 
 from recorded_run import record, record_in_worker  # noqa: E402
@@ -29,13 +37,13 @@ PRELOAD = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tens
 FORKSERVER.set_forkserver_preload(["recorded_run", "ppo_atari_multigpu", *PRELOAD])
 SINGLE, MULTI = "ppo_atari.py", "ppo_atari_multigpu.py"
 SMALL = ["--num-steps", "16", "--num-minibatches", "2", "--update-epochs", "2"]
+PATIENCE = 240  # seconds, where a few are enough on an idle machine and what hangs would take for ever
 
 
 def environment(**more):
-    """This process's environment without what torchrun or a user's settings would add."""
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "WANDB_", "MASTER_", "TORCHELASTIC_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return {**kept, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", **more}
+    """This process's environment without what a test has set for the scripts that it runs in this process."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS)}
+    return {**kept, "PYTHONUNBUFFERED": "1", **more}
 
 
 def command(script, *flags, nproc=None):
@@ -65,7 +73,7 @@ class Folder:
             start_new_session=True,
         )
 
-    def run(self, argv, code=0, timeout=240, **env):
+    def run(self, argv, code=0, timeout=PATIENCE, **env):
         """Run to the end; the finished process, whose exit code must be `code`."""
         done = subprocess.run(
             argv,
@@ -95,7 +103,7 @@ class Folder:
                 workers.append(FORKSERVER.Process(target=record_in_worker, args=work))
                 workers[-1].start()
             for worker in workers:
-                worker.join(240)
+                worker.join(PATIENCE)
             codes = [worker.exitcode for worker in workers]
             for worker in workers:
                 worker.kill()
@@ -130,6 +138,20 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
+@pytest.fixture
+def offline_wandb(monkeypatch):
+    """W&B offline, in this test's folder: it stays in the one in which a process has first used it, until it is ended.
+
+    Call it to end W&B, which then has written its files.
+    """
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    yield wandb.teardown
+    wandb.teardown()
+
+
 def scalars(event_folder):
     """{tag: [(step, value), ...]} of an event folder."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -147,16 +169,19 @@ def final(output):
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that is free, and of those that the kernel gives to nobody by itself: it is still free when it is used."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", random.SystemRandom().randrange(first // 2, first)))
+            return s.getsockname()[1]
 
 
 def children(pid):
     """The pids of a process's children, their children too."""
     try:
         own = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return own + [grandchild for child in own for grandchild in children(child)]
 
@@ -164,7 +189,7 @@ def children(pid):
 def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second: gone since it was opened
         return False
 
 

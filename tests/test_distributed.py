@@ -6,10 +6,25 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import BIN, MULTI, ROOT, SINGLE, SMALL, alive, children, command, final, free_port, kill_group, wait_until
+from conftest import (
+    BIN,
+    MULTI,
+    PATIENCE,
+    ROOT,
+    SINGLE,
+    SMALL,
+    alive,
+    children,
+    command,
+    final,
+    free_port,
+    kill_group,
+    wait_until,
+)
 
 import ppo_atari
 from cleanrl_utils import process
@@ -134,7 +149,7 @@ def agents(folder, script, *flags, nproc=1, per_agent=({}, {}), extra=((), ())):
     results = {}
 
     def finish(node):
-        results[node] = started[node].communicate(timeout=240)
+        results[node] = started[node].communicate(timeout=PATIENCE)
 
     waiting = [threading.Thread(target=finish, args=(node,)) for node in (0, 1)]
     for thread in waiting:
@@ -166,7 +181,7 @@ def test_different_arguments_are_an_error_on_all(folder):
 def test_two_jobs_at_once_share_nothing(folder):
     """The README's command twice in the same second: no port and no folder is shared."""
     jobs = [folder.start(command(MULTI, *TINY, nproc=2)) for _ in range(2)]
-    outputs = [job.communicate(timeout=240) for job in jobs]
+    outputs = [job.communicate(timeout=PATIENCE) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert len(os.listdir(folder.path / "runs")) == 2
 
@@ -183,7 +198,7 @@ def running_job(folder):
     job = folder.start(command(MULTI, *ENDLESS, nproc=2))
     lines = []
     threading.Thread(target=lambda: lines.extend(iter(job.stderr.readline, "")), daemon=True).start()
-    wait_until(lambda: any(line.startswith("step ") for line in lines), 120, "the first iteration")
+    wait_until(lambda: any(line.startswith("step ") for line in lines), PATIENCE, "the first iteration")
     workers = [pid for pid in children(job.pid) if MULTI in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(workers) == 2
     return job, workers
@@ -202,7 +217,7 @@ def test_a_killed_process_ends_the_job(folder):
         os.kill(workers[1], signal.SIGKILL)
         wait_until(lambda: job.poll() is not None, 60, "torchrun ends")
         assert job.returncode != 0
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
     finally:
         kill_group(job)
 
@@ -216,9 +231,9 @@ def test_ctrl_c_leaves_nobody(folder, to):
             os.kill(job.pid, signal.SIGINT)
         else:
             os.killpg(job.pid, signal.SIGINT)
-        wait_until(lambda: job.poll() is not None, 20, "torchrun ends")
+        wait_until(lambda: job.poll() is not None, 60, "torchrun ends")
         assert job.returncode != 0
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
         assert events_are_readable(folder) >= 1
     finally:
         kill_group(job)
@@ -228,7 +243,7 @@ def test_workers_do_not_outlive_a_killed_torchrun(folder):
     job, workers = running_job(folder)
     try:
         os.kill(job.pid, signal.SIGKILL)
-        wait_until(lambda: not any(map(alive, workers)), 15, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
     finally:
         kill_group(job)
 
@@ -241,9 +256,9 @@ def test_ctrl_c_alone_is_130_without_a_traceback(folder):
         workers = children(job.pid)
         assert workers
         os.killpg(job.pid, signal.SIGINT)
-        _, err = job.communicate(timeout=20)
+        _, err = job.communicate(timeout=60)
         assert job.returncode == 130 and "Traceback" not in err, err
-        wait_until(lambda: not any(map(alive, workers)), 5, "nobody is left")
+        wait_until(lambda: not any(map(alive, workers)), 30, "nobody is left")
         assert events_are_readable(folder) >= 1
     finally:
         kill_group(job)
@@ -253,6 +268,10 @@ def test_ctrl_c_alone_is_130_without_a_traceback(folder):
 def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, monkeypatch, capsys):
     def stopped_before(args, on_exit):
         os.kill(os.getpid(), number)
+
+    def stopped_at_once(code):
+        if code is None:
+            os.kill(os.getpid(), number)
 
     def stopped_after(args, on_exit):
         process.StopSignal()
@@ -267,6 +286,22 @@ def test_a_stop_before_or_after_the_training_is_one_line(number, code, folder, m
         assert folder.here(process.run, main, ppo_atari.Args, SINGLE) == code
         err = capsys.readouterr().err
         assert err.startswith(f"stopped {says}") and err.count("\n") == 1, err
+    monkeypatch.setattr(process.StopSignal, "received", [])
+    monkeypatch.setattr(process, "_write_status", stopped_at_once)
+    assert folder.here(process.run, stopped_after, ppo_atari.Args, SINGLE) == code
+
+
+@pytest.mark.parametrize("met, seconds", [(False, 40), (True, 10)])
+def test_who_speaks_has_time_to_speak(met, seconds, folder, monkeypatch, capsys):
+    """torchrun ends a machine's processes at the first exit, and they may not have started at the same time."""
+    for name, value in {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    waited = []
+    monkeypatch.setattr(process, "met", met)
+    monkeypatch.setattr(process, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr("sys.argv", [SINGLE, "--gamma", "2"])
+    assert folder.here(process.run, None, ppo_atari.Args, SINGLE) == 2
+    assert waited == [seconds] and capsys.readouterr().err == ""
 
 
 def test_a_full_disk_does_not_change_the_exit_code(folder, monkeypatch, capsys):
@@ -311,14 +346,20 @@ def test_a_gradient_that_is_not_finite_is_in_no_checkpoint(script, folder, capsy
 def test_the_group_is_gone_before_the_interpreter_ends(folder):
     """gloo's threads, if they are still there at the interpreter's end, now and then abort the process.
 
-    Both processes print to one pipe, unbuffered: only what is one argument of `print` arrives in one piece.
+    The kernel lists a thread for a moment after it was joined. Both processes print to one pipe, unbuffered: only what
+    is one argument of `print` arrives in one piece.
     """
     (folder.path / "watched.py").write_text(
-        "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
+        "import os, sys, time; sys.path.insert(0, sys.argv.pop(1))\n"
         "import ppo_atari_multigpu as script\n"
-        "def name(thread): return open(f'/proc/self/task/{thread}/comm').read()\n"
+        "def name(thread):\n"
+        "    try: return open(f'/proc/self/task/{thread}/comm').read()\n"
+        "    except (FileNotFoundError, ProcessLookupError): return ''\n"
         "def gloo(): return [t for t in os.listdir('/proc/self/task') if 'gloo' in name(t)]\n"
-        "def disconnect(): before = gloo(); original(); print(f'threads: {len(before) > 0} {len(gloo())}')\n"
+        "def disconnect():\n"
+        "    before = gloo(); original(); deadline = time.monotonic() + 30\n"
+        "    while gloo() and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "    print(f'threads: {len(before) > 0} {len(gloo())}')\n"
         "original, script.process.disconnect = script.process.disconnect, disconnect\n"
         "script.process.run(script.main, script.Args, 'watched.py')\n"
     )

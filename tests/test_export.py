@@ -12,7 +12,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 import torch
-from conftest import ROOT, SINGLE, environment
+from conftest import PATIENCE, ROOT, SINGLE, environment
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from test_evaluate import BREAKOUT, FIRE, error, here, played, policy, save  # noqa: F401  (here: a fixture)
@@ -218,7 +218,7 @@ def test_the_upload(hub, tmp_path):
     save("runs/first", weights=policy(BREAKOUT, {FIRE: 1.0}))
     argv = [sys.executable, "-m", "cleanrl_utils.export", "runs/first", "--push-to-hub", "me/pong", "--private"]
     env = environment(HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret", HF_HOME=str(tmp_path / "hf"), PYTHONPATH=str(ROOT))
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=PATIENCE)
     assert all(authorization == "Bearer hf_secret" for _, authorization, _ in hub.requests)
     assert json.loads(hub.requests[0][2])["name"] == "pong" and "private" in hub.requests[0][2].decode()
     assert done.returncode == 0, done.stderr

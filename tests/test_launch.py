@@ -1,16 +1,19 @@
 """The launcher: whose exit code, which signals, and nobody left; restarts; two jobs that want one folder."""
 
+import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from conftest import MULTI, ROOT, alive, children, final, free_port, kill_group, scalars, wait_until
+from conftest import MULTI, PATIENCE, ROOT, alive, children, final, free_port, kill_group, scalars, wait_until
 
 FLAGS = [*("--num-envs", 2, "--num-steps", 32, "--num-minibatches", 2, "--update-epochs", 2, "--num-threads", 1)]
 NAMED = [*FLAGS, "--run-name", "run", "--checkpoint-every", 2]
@@ -29,14 +32,16 @@ class Job:
 
     def wait_for(self, words):
         wait_until(
-            lambda: any(line.startswith(words) for line in self.said) or self.process.poll() is not None, 120, words
+            lambda: any(line.startswith(words) for line in self.said) or self.process.poll() is not None,
+            PATIENCE,
+            words,
         )
         assert self.process.poll() is None, self.said
 
-    def end(self, seconds=60):
+    def end(self, seconds=PATIENCE):
         """Its exit code, with nobody left."""
         self.process.wait(seconds)
-        self.reader.join(10)
+        self.reader.join(PATIENCE)
         return self.process.returncode
 
 
@@ -61,7 +66,7 @@ def launch(folder):
     done.set()
     watcher.join()
     try:
-        wait_until(lambda: not any(map(alive, families)), 15, "nobody is left")
+        wait_until(lambda: not any(map(alive, families)), 30, "nobody is left")
     finally:
         for job in jobs:
             kill_group(job.process)
@@ -77,7 +82,8 @@ def test_signals_end_the_job_after_its_iteration(launch):
         job.wait_for("step ")
         if send == signal.SIGTERM:
             for pid in [job.process.pid, *children(job.process.pid)]:
-                os.kill(pid, send)
+                with contextlib.suppress(ProcessLookupError):  # it has heard of it, and ended, by then
+                    os.kill(pid, send)
         else:
             job.process.send_signal(send)
         assert job.end() == code
@@ -95,7 +101,7 @@ def test_the_exit_code_is_the_script_s(launch, folder):
     killed.wait_for("step ")
     workers = children(children(killed.process.pid)[0])
     os.kill(workers[0], signal.SIGKILL)
-    assert killed.end() == 1
+    assert killed.end(60) == 1
 
 
 def test_one_process_needs_no_torchrun(launch):
@@ -118,7 +124,7 @@ def test_nobody_outlives_a_killed_parent(launch, who):
         assert job.end() == 137
     else:
         job.process.kill()
-        job.reader.join(60)
+        job.reader.join(PATIENCE)
         assert any(line.startswith("stopped after iteration") for line in job.said), job.said
 
 
@@ -151,13 +157,35 @@ def test_torchrun_s_restart_continues_the_run(launch):
     assert job.end() == 75, job.said
 
 
+def test_a_job_on_one_machine_uses_the_port_that_torchrun_has_opened(folder, monkeypatch):
+    """Where nodes come and go it can't."""
+    from cleanrl_utils import launch
+
+    def start(line, env, preexec_fn):
+        own.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in env)
+        return SimpleNamespace(wait=lambda: 0)
+
+    own = []
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=start))
+    for options in (TWO, ["--nnodes=1:2", "--rdzv-backend=c10d"]):
+        assert folder.here(lambda line: sys.exit(launch.main(line)), [*options, "a.py"]) == 0
+    assert own == [False, True]
+
+
 @pytest.mark.slow
 def test_machines_leave_and_join(launch, folder):
     """Two agents, of which one is killed, comes back, and is preempted: the other goes on, with all environments."""
     options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
-    options.append(f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    first = launch(options, *NAMED)  # where the rendezvous is
-    time.sleep(3)
+    port = free_port()
+    options.append(f"--rdzv-endpoint=127.0.0.1:{port}")
+    first = launch(options, *NAMED)
+
+    def met():
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return True
+
+    wait_until(met, PATIENCE, "the rendezvous, which is the first one's")
     second = launch(options, *NAMED)
     first.wait_for("checkpoint: ")
     os.kill(children(second.process.pid)[0], signal.SIGKILL)
@@ -165,7 +193,8 @@ def test_machines_leave_and_join(launch, folder):
     first.wait_for("run: runs/run, from step ")
     third = launch(options, *NAMED)
     first.wait_for("notice: continued within rounding, not bit for bit: processes 1 -> 2")
-    time.sleep(10)
+    first.said.clear()
+    first.wait_for("step ")
     first.said.clear()
     third.process.send_signal(signal.SIGTERM)
     assert third.end() == 75
@@ -187,7 +216,11 @@ def test_a_folder_in_use_is_waited_for_or_refused(folder, monkeypatch):
     monkeypatch.chdir(folder.path)
     os.makedirs("runs/run")
     holder = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, time; f = open('runs/run/.lock', 'a'); fcntl.flock(f, 2); time.sleep(60)"]
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, time; f = open('runs/run/.lock', 'a'); fcntl.flock(f, 2); time.sleep(900)",
+        ]
     )
     try:
 
@@ -201,12 +234,12 @@ def test_a_folder_in_use_is_waited_for_or_refused(folder, monkeypatch):
                     return True
             return False
 
-        wait_until(locked, 10, "the other job has the folder")
+        wait_until(locked, PATIENCE, "the other job has the folder")
         monkeypatch.setattr(checkpoint, "LOCK_WAIT", 0.5)
         args = ppo_atari.Args(run_name="run", resume=True)
         with pytest.raises(UsageError, match=r"another job has been using .*/runs/run for"):
             checkpoint.load_checkpoint(args)
-        monkeypatch.setattr(checkpoint, "LOCK_WAIT", 20.0)
+        monkeypatch.setattr(checkpoint, "LOCK_WAIT", float(PATIENCE))
         threading.Timer(1.0, holder.kill).start()
         assert checkpoint.load_checkpoint(args) == (args, {})
     finally:

@@ -10,10 +10,11 @@ import struct
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import MULTI, ROOT, SINGLE, command, environment, final, scalars
+from conftest import MULTI, PATIENCE, ROOT, SINGLE, command, environment, final, scalars
 
 from cleanrl_utils.atari import VideoRecorder
 from cleanrl_utils.config import Fault
@@ -156,18 +157,15 @@ def test_what_the_wandb_run_says_of_itself(tracked):
 
 
 @pytest.mark.parametrize("error, preempting", [(Stopped("after iteration 1"), 1), (Fault("a loss is not finite"), 0)])
-def test_wandb_knows_how_a_run_ended(tmp_path, monkeypatch, error, preempting):
+def test_wandb_knows_how_a_run_ended(tmp_path, monkeypatch, offline_wandb, error, preempting):
     """W&B calls a run that ended with 0 finished, others failed, or preempted if they have said so."""
-    import wandb
-
     import ppo_atari
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(type(error)), ExitStack() as on_exit:
         on_exit.callback(Logger(ppo_atari.Args(track=True), "r", 100, {}).close)
         raise error
-    wandb.teardown()  # else it stays in this folder
+    offline_wandb()
     (file,) = glob.glob("wandb/offline-run-*/*.wandb")
     kinds = [record.WhichOneof("record_type") for record in wandb_records(file)]
     assert kinds.count("preempting") == preempting
@@ -289,7 +287,7 @@ NO_KEY = "error: --track: no key; give one to `wandb login` or in WANDB_API_KEY;
 
 def test_no_key_is_one_line_on_one_process_and_ends_all(folder):
     argv = command(MULTI, "--track", nproc=2)
-    done = folder.run(argv, code=1, timeout=60, HOME=str(folder.path), WANDB_API_KEY="")
+    done = folder.run(argv, code=1, HOME=str(folder.path), WANDB_API_KEY="")
     assert done.stderr.count("error: ") == 1 and NO_KEY in done.stderr
     assert "exitcode  : 2" in done.stderr and "exitcode  : 1 " not in done.stderr
     assert glob.glob(f"{folder.path}/[rvw]*") == []
@@ -303,7 +301,7 @@ def test_no_key_and_a_terminal_asks_nothing(folder):
     env = environment(HOME=str(folder.path), WANDB_API_KEY="")
     started = subprocess.Popen(command(SINGLE, "--track"), cwd=folder.path, env=env, stdin=end, stdout=end, stderr=end)
     os.close(end)
-    assert started.wait(timeout=60) == 2
+    assert started.wait(timeout=PATIENCE) == 2
     assert os.read(terminal, 10_000).decode().strip() == NO_KEY
     os.close(terminal)
 
@@ -364,7 +362,7 @@ def test_advice_at_the_end(shares, part, tmp_path, monkeypatch, capsys):
 
 def test_the_stopwatch_charges_all_time(monkeypatch):
     now = iter([0.0, 1.0, 4.0, 5.0, 5.0, 7.0])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("cleanrl_utils.logger.time", SimpleNamespace(perf_counter=lambda: next(now)))
     clock = Stopwatch("env", "update")
     for part in ("env", "update", "env"):
         clock.lap(part)

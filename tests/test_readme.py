@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import time
 import urllib.request
 
 import pytest
-from conftest import BIN, ROOT, environment, free_port, kill_group
+from conftest import BIN, PATIENCE, ROOT, environment, free_port, kill_group
 
 README = (ROOT / "README.md").read_text()
 TOOL = re.compile(r"cleanrl_utils\.(?!launch)(\w+)")
@@ -60,7 +61,7 @@ def test_training_commands(project):
         several_machines = "--nnodes=2" in line  # these two lines are one job, and run at once
         jobs.append(start(shortened(line).replace("29400", port), project))
         if not several_machines or "--node_rank=1" in line:
-            outputs = [job.communicate(timeout=240)[0] for job in jobs]
+            outputs = [job.communicate(timeout=PATIENCE)[0] for job in jobs]
             assert all(job.returncode == 0 for job in jobs), f"{line}\n{outputs}"
             assert sum(output.count("final: global_step=128 ") for output in outputs) == 1, outputs
             jobs = []
@@ -86,7 +87,7 @@ def test_tools(project):
         line = line.replace("--total-timesteps 128", f"--total-timesteps {timesteps} --num-envs 4 --num-steps 32")
         line = line.replace("PongNoFrameskip-v4 BreakoutNoFrameskip-v4", "PongNoFrameskip-v4")
         job = start(line, project)
-        output, _ = job.communicate(timeout=240)
+        output, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 0, f"{line}\n{output}"
         file = made.pop(TOOL.search(line)[1])
         assert file is None or list(project.glob(file)), f"{line}\n{output}"
@@ -99,12 +100,14 @@ def test_make_train(project):
         pytest.skip("these tests run outside of `make test`")
     options = "".join(f" {flag} {value}" for flag, value in SHORT.items())
     job = start(f'make train ARGS="{options}"', project)
-    output, _ = job.communicate(timeout=240)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0 and "final: global_step=128 " in output, output
 
 
 def test_tensorboard(project):
     (line,) = [line for line in commands() if line.startswith("tensorboard")]
+    if not list(project.glob("runs/*__ppo_atari*")):  # made by the tests above, unless this one runs alone
+        start(shortened("python ppo_atari.py"), project).communicate(timeout=PATIENCE)
     server = start(f"{line} --port 0", project)
     try:
         for output in server.stdout:
@@ -112,6 +115,7 @@ def test_tensorboard(project):
                 break
         runs = []
         while not runs:  # the test's time limit ends it
+            time.sleep(0.2)
             with contextlib.suppress(OSError):
                 runs = json.load(urllib.request.urlopen(f"{match[0]}data/runs", timeout=30))
         assert any("__ppo_atari" in run for run in runs)
