@@ -143,7 +143,7 @@ def connect(args: Any, device: torch.device, backend: str | None) -> dist.Proces
     import torch.distributed.nn.functional
 
     timeout, (rank, _, world_size) = timedelta(minutes=5), ranks()
-    store = dist.HashStore()
+    store: dist.Store = dist.HashStore()
     if "RANK" in os.environ or world_size > 1:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             require(name in os.environ, name, "", "is not set, but others of torchrun's variables are")
