@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 
 from cleanrl_utils.config import Fault, UsageError
 from cleanrl_utils.events import LENGTH, RETURN, Run, Series
+from cleanrl_utils.runs import whole_file
 from cleanrl_utils.scores import human_normalized
 
 LAST = 100  # games of a run whose mean is its score, CleanRL's convention
@@ -240,9 +242,10 @@ def picture(path: str, theme: Theme, width: float, height: float, dpi: int = 160
         figure, axes = plt.subplots(figsize=(width, height), layout="constrained", **grid)
         try:
             yield axes
-            figure.savefig(path, dpi=dpi)
-            with Image.open(path) as image:  # a quarter of the size
-                image.convert("RGB").quantize(128).save(path, optimize=True)
+            drawn = io.BytesIO()
+            figure.savefig(drawn, dpi=dpi)
+            with Image.open(drawn) as image, whole_file(path, "wb") as file:  # a quarter of the size
+                image.convert("RGB").quantize(128).save(file, "PNG", optimize=True)
         finally:
             plt.close(figure)
 

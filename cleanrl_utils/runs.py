@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -27,11 +28,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from cleanrl_utils.config import Fault, UsageError, parse, require
@@ -449,6 +450,20 @@ def end_all(active: list[Run]) -> None:
         run.stop()
     while not all(run.poll() for run in active):
         time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def whole_file(path: str, mode: str = "w") -> Iterator[IO[Any]]:
+    """A file that appears once all of it is written, also where several processes write it at once."""
+    part = f"{path}.{secrets.token_hex(4)}"
+    try:
+        with open(part, mode, newline="" if mode == "w" else None) as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
 
 
 def tool(main: Callable[[Any], int | None], args_class: type, argv: list[str]) -> int:

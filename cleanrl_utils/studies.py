@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from cleanrl_utils.curves import Theme, picture
 from cleanrl_utils.events import STUDY
+from cleanrl_utils.runs import whole_file
 
 REPORTS = 20  # of each run to the pruner
 
@@ -75,10 +75,8 @@ class Study:
 
 def write_study(study: Study) -> None:
     """Keep it in its folder; several processes, also of several machines, may do so at once."""
-    path = os.path.join(study.folder, STUDY)
-    with open(f"{path}.{secrets.token_hex(4)}", "w") as file:
+    with whole_file(os.path.join(study.folder, STUDY)) as file:
         json.dump(dataclasses.asdict(study), file)
-    os.replace(file.name, path)
 
 
 def read_study(folder: str) -> Study:

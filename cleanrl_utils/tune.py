@@ -30,6 +30,7 @@ from cleanrl_utils.runs import (
     own_flags,
     places,
     tool,
+    whole_file,
     words,
 )
 from cleanrl_utils.scores import RANDOM_AND_HUMAN, game_name
@@ -548,7 +549,7 @@ def results(kept: Study) -> bool:
     from cleanrl_utils.curves import LIGHT
 
     names = sorted({name for trial in kept.trials for name in trial.params})
-    with open(f"{kept.folder}/trials.csv", "w", newline="") as file:
+    with whole_file(f"{kept.folder}/trials.csv") as file:
         rows = csv.writer(file)
         rows.writerow(["trial", "state", "value", "seconds", *names, "host", "why it failed"])
         for trial in kept.trials:

@@ -10,7 +10,7 @@ from conftest import MULTI, command
 
 import ppo_atari
 import ppo_atari_multigpu
-from cleanrl_utils import evaluate
+from cleanrl_utils import evaluate, process
 
 # flags -> what the line must say
 BAD = {
@@ -209,6 +209,7 @@ def test_variables_of_torchrun_that_do_not_fit(variables, says, tmp_path, monkey
 def test_an_error_of_another_machine_is_said_there(local_rank, lines, tmp_path, monkeypatch, capsys):
     """Before the processes have met: process 0 can't know of it."""
     monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(process, "met", False)  # those of a test before
     for name, value in zip(VARIABLES, ("2", local_rank, "4", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     assert run_main(ppo_atari_multigpu, "--gamma 2", monkeypatch, tmp_path) == 2

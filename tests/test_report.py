@@ -315,6 +315,20 @@ def test_what_is_drawn(project):
         assert band.min() == pytest.approx(2.25) and band.max() == pytest.approx(11.25)  # the two seeds
 
 
+def test_a_picture_that_two_processes_draw_at_once(tmp_path, monkeypatch):
+    """The other one begins to write the file in the middle of this one's work."""
+    path, opened = tmp_path / "a.png", Image.open
+
+    def meanwhile(file):
+        path.write_bytes(b"")
+        return opened(file)
+
+    monkeypatch.setattr(Image, "open", meanwhile)
+    with curves.picture(str(path), curves.LIGHT, 2, 1):
+        pass
+    assert opened(path).size == (320, 160) and os.listdir(tmp_path) == ["a.png"]
+
+
 def test_the_score_table(tmp_path):
     """Seed 1: the last 100 of 150 games, 0 for 50, then -10 and 10 by turns and 6 at last; seed 2: one game of 3."""
     late = [(1000 + i, -10.0 if i % 2 else 10.0) for i in range(99)] + [(1200, 6.0)]
