@@ -53,7 +53,8 @@ DERIVED = (  # CleanRL logs these among its arguments, and computes them
 SOURCES = (
     f"Score: mean return of a run's last {curves.LAST} training games, or of all if there are fewer (of"
     " Stable-Baselines3, its last mean of 100);"
-    " over seeds, mean ± standard deviation of a sample. Evaluation: whole games of the trained agent, where"
+    " over seeds, mean ± standard deviation of a sample, or each by itself where one has run for more than twice the"
+    " steps of another. Evaluation: whole games of the trained agent, where"
     " cleanrl_utils.evaluate has played them, with the numbers of games and of seeds."
     " Human-normalised: 0 is random play, 1 the human of Wang et al. 2016"
     " (arXiv 1511.06581, 30 no-op starts). CleanRL: its script of the same name, else its ppo_atari, mean ± standard"
@@ -67,8 +68,10 @@ def number(x: float, digits: int) -> str:
     return f"{round(x, digits) + 0.0:,.{digits}f}".replace("-", MINUS)  # + 0.0: no -0.00
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation (n - 1) of the finite values; without ± for a single one."""
+def spread(values: Sequence[float], alike: bool = True) -> str:
+    """Mean ± standard deviation (n - 1) of the finite values; without ± for a single one. Not alike: each by itself."""
+    if not alike:
+        return ", ".join(spread([value]) for value in values)
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return NONE
@@ -89,6 +92,7 @@ def score_table(groups: list[Group]) -> list[list[str]]:
     rows[0] += ["CleanRL, 10 M steps", "Random, human"]
     for group in groups:
         game, scores = game_name(group.env_id), [score(run) for run in group.runs]
+        alike = max(run.steps for run in group.runs) <= 2 * min(run.steps for run in group.runs)
         normalised = [n for s in scores if (n := human_normalized(group.env_id, s)) is not None]
         evaluated = [float(run.evaluation.get("mean", math.nan)) for run in group.runs if run.evaluation]
         games = sum(int(run.evaluation.get("games", 0)) for run in group.runs if run.evaluation)
@@ -96,7 +100,7 @@ def score_table(groups: list[Group]) -> list[list[str]]:
         published = CLEANRL_PPO.get(group.exp_name, CLEANRL_PPO["ppo_atari"]).get(game)
         extremes = RANDOM_AND_HUMAN.get(game)
         rows.append([
-            group.env_id, group.exp_name, spread(scores), spread(normalised),
+            group.env_id, group.exp_name, spread(scores, alike), spread(normalised, alike),
             str(len(group.runs)), reached(group.runs), f"{spread(evaluated)}{played}",
             " ± ".join(number(x, 2 if published[0] < 1000 else 1) for x in published) if published else NONE,
             ", ".join(number(x, 1) for x in extremes) if extremes else NONE,

@@ -338,8 +338,8 @@ def test_the_score_table(tmp_path):
     assert [curves.score(run) for run in runs] == [0.16, 3.0]  # (50 * 10 - 49 * 10 + 6) / 100
     head, row = report.score_table(curves.group_runs(runs))
     table = dict(zip(head, row, strict=True))
-    assert table["Score"] == "1.58 ± 2.01" and table["Seeds"] == "2" and table["Steps"] == "500 to 1.2 k"
-    assert table["Human-normalised"] == "0.63 ± 0.06"  # 20.86 / 35.3 and 23.7 / 35.3
+    assert table["Score"] == "0.16, 3.00" and table["Seeds"] == "2" and table["Steps"] == "500 to 1.2 k"
+    assert table["Human-normalised"] == "0.59, 0.67"  # 20.86 / 35.3 and 23.7 / 35.3; one is twice as long
     assert table["CleanRL, 10 M steps"] == "20.36 ± 0.20" and table["Random, human"] == "\u221220.7, 14.6"
     assert table["Evaluation"] == "\u2013"
 
