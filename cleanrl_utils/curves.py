@@ -85,13 +85,16 @@ class Curve:
 def curve(series: list[Series], axis: str, width: float) -> Curve:
     """The curve of several runs' series over `axis`, "steps" or "seconds", in bins of that width.
 
-    A bin in which no game of a run ended, between two in which some did, gets the straight line between them. The
-    mean over the runs, and its bootstrap interval, end where the first run ends.
+    A bin in which no game of a run ended, between two in which some did, gets the straight line between them. A run's
+    last bin counts from the half on: a few games, the short ones, would be a spike. The mean over the runs, and its
+    bootstrap interval, end where the first run ends.
     """
     xs = [np.asarray(getattr(s, axis), float) for s in series]
-    bins = max(1, max(math.ceil(np.nanmax(x) / width) if np.isfinite(x).any() else 0 for x in xs))
+    ends = [max(1, math.floor(np.nanmax(x) / width + 0.5)) if np.isfinite(x).any() else 1 for x in xs]
+    bins = max(ends)
     rows = np.array([binned(x, s.values, width, bins) for x, s in zip(xs, series, strict=True)])
-    for row in rows:
+    for row, end in zip(rows, ends, strict=True):
+        row[end:] = np.nan
         known = np.flatnonzero(np.isfinite(row))
         if len(known):
             between = np.arange(known[0], known[-1] + 1)

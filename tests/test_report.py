@@ -260,6 +260,8 @@ def test_bins():
     c = curves.curve([series([15, 45], [2.0, 5.0])], "steps", 10)
     np.testing.assert_array_equal(c.runs, [[np.nan, 2.0, 3.0, 4.0, 5.0]])
     assert c.x.tolist() == [5, 15, 25, 35, 45] and np.isnan(c.low).all()
+    begun = [series([3], [1.0]), series([5, 15, 24], [1.0, 2.0, 9.0])]  # the third bin is not half over
+    np.testing.assert_array_equal(curves.curve(begun, "steps", 10).runs, [[1.0, np.nan], [1.0, 2.0]])
 
 
 def test_the_mean_ends_with_the_shortest_run():
