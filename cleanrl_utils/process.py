@@ -291,7 +291,7 @@ def run(main: Callable[[Args, ExitStack], None], args_class: type[Args], file: s
         code = 2 if isinstance(error, UsageError) else 1
     except (Stopped, KeyboardInterrupt) as stop:
         code = EXIT_INTERRUPTED if StopSignal.received[:1] == [signal.SIGINT] else EXIT_PREEMPTED
-        if isinstance(stop, KeyboardInterrupt) and StopSignal.received[0] == signal.SIGTERM and under_torchrun():
+        if isinstance(stop, KeyboardInterrupt) and StopSignal.received[:1] == [signal.SIGTERM] and under_torchrun():
             code = 128 + signal.SIGTERM  # perhaps no preemption: torchrun ends the others so where one has failed
         elif rank == 0:
             say(f"stopped {stop}")
