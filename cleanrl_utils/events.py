@@ -267,9 +267,10 @@ def find_runs(paths: Iterable[str], only: str = "*") -> tuple[list[Run], list[st
     seen: set[str] = set()
     for path in paths:
         for folder, name, files in _folders(path):
-            if os.path.realpath(folder) in seen or not fnmatch.fnmatch(name, only):
+            place = os.path.realpath(folder)
+            if place in seen or not fnmatch.fnmatch(name, only):
                 continue
-            seen.add(os.path.realpath(folder))
+            seen.add(place)
             if not any("tfevents" in file for file in files):
                 from cleanrl_utils.results import read_result
 

@@ -185,13 +185,13 @@ def keep(args: Args) -> None:
             raise UsageError(
                 f"{path}: another of these runs has this name, and {os.path.join(args.out, name)} is one's"
             )
-    for path in args.runs:
+    for path, name in zip(args.runs, names, strict=True):
         runs, notes = find_runs([path]) if os.path.isdir(path) else ([], [f"{path}: does not exist"])
         for note in notes:
             print(f"notice: {note}", file=sys.stderr)
         if len(runs) != 1:
             raise UsageError(f"{path}: {len(runs)} runs; name the folder of one run")
-        folder = os.path.join(args.out, os.path.basename(os.path.abspath(path)))
+        folder = os.path.join(args.out, name)
         write_result(runs[0], folder)
         size = sum(os.path.getsize(os.path.join(folder, file)) for file in (GAMES, ITERATIONS, "run.json"))
         print(f"kept {folder}, {size / 1000:.0f} KB")

@@ -55,7 +55,7 @@ class Args:
     submission that was sent before. Sizes are of each node. Where no number is given, a process gets 4 CPUs, 8000 MiB
     of memory and of it 1024 MiB of shared memory, or its share of the queue's machine with --terraform-outputs."""
 
-    provider: Literal["aws", "kubernetes", "slurm", "docker", "local"]
+    provider: common.Provider
     """where the jobs run: AWS Batch, the cluster of kubectl, the cluster of sbatch, or this machine"""
     command: str
     """one run, such as "python ppo_atari_multigpu.py --track"; --seed, --run-name, --resume, --checkpoint-dir and the

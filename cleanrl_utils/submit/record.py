@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 from cleanrl_utils.config import UsageError
+from cleanrl_utils.submit.spec import Provider
 
 FOLDER = "submissions"
 Record = dict[str, Any]
-PROVIDERS = ("aws", "kubernetes", "slurm", "docker", "local")
 KEYS = {"submission", "provider", "time", "command_line", "request_hash", "jobs"}
 
 
@@ -38,7 +38,7 @@ def load(submission: str) -> Record:
     try:
         with open(name) as file:
             record: Record = json.load(file)
-        if not isinstance(record, dict) or not record.keys() >= KEYS or record["provider"] not in PROVIDERS:
+        if not isinstance(record, dict) or not record.keys() >= KEYS or record["provider"] not in get_args(Provider):
             raise ValueError(f"it lacks one of {', '.join(sorted(KEYS))}")
         if not all(isinstance(job, dict) and {"name", "handle"} <= job.keys() for job in record["jobs"]):
             raise ValueError("its jobs lack a name or a handle")

@@ -17,13 +17,12 @@ SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 WORKDIR = "/train"  # of the image; its scripts write to runs/ below it
 GRACE = 120  # seconds that a stopped container gets to end its iteration; Spot machines are gone after two minutes
 # https://pkg.go.dev/github.com/distribution/reference: only the host and the tag may have capitals
-_HOST, _PART = (
-    r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+|localhost|[A-Za-z0-9-]+(?=:))(:\d+)?",
-    r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*",
-)
+_HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+|localhost|[A-Za-z0-9-]+(?=:))(:\d+)?"
+_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 IMAGE = rf"({_HOST}/)?{_PART}(/{_PART})*(:[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?"
 OWN_FLAGS = ("--seed", "--run-name", "--resume", "--checkpoint-dir")
 
+Provider = Literal["aws", "kubernetes", "slurm", "docker", "local"]
 State = Literal["queued", "running", "succeeded", "failed", "cancelled", "unknown"]
 
 
