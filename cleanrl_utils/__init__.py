@@ -15,4 +15,9 @@ of the same form, which training does not import: `benchmark`, `evaluate`, `repo
 `submit_exp`.
 """
 
+import signal
+
 EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130  # 75: EX_TEMPFAIL of sysexits.h, try again later
+STOP_SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # a run ends after its iteration
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a terminal is closed, and the run was not started by nohup
+    STOP_SIGNALS.append(signal.SIGHUP)

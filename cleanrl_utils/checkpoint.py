@@ -29,14 +29,14 @@ import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from cleanrl_utils.config import Fault, RunArgs, UsageError, flag_name, say
 from cleanrl_utils.logger import NullLogger
-from cleanrl_utils.process import gather, on_rank_0, ranks
+from cleanrl_utils.process import Args, gather, on_rank_0, ranks
 
 FORMAT, VERSION = "cleanrl-distributed checkpoint", 1
 PACKAGES = ("torch", "numpy", "gymnasium", "ale-py", "opencv-python-headless")
@@ -53,7 +53,6 @@ MAY_CHANGE = {
 }
 PLAYABLE = {"agent": dict, "config": dict, "machine": dict, "global_step": int}  # to play from; WHOLE: to go on
 WHOLE = {**PLAYABLE, "envs": list, "random": list, "logger": dict, "iteration": int, "launch": str}
-Args = TypeVar("Args", bound=RunArgs)
 
 
 class Unreadable(Exception):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import NoReturn
 
-from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED  # not torch: signals are to be heard from the start on
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS  # not torch: signals must be heard at once
 
 HELP = """usage: python -m cleanrl_utils.launch [TORCHRUN OPTIONS] SCRIPT.py [FLAGS OF THE SCRIPT]
 
@@ -19,20 +19,16 @@ Starts torchrun with its options, or without any of them the script as one proce
     python -m cleanrl_utils.launch --standalone --nproc_per_node=2 ppo_atari_multigpu.py --run-name first --resume
     python -m cleanrl_utils.launch ppo_atari.py --run-name first --resume
 
-SIGTERM, SIGINT and SIGUSR1 end the job after the iteration, with a checkpoint. The exit code is the script's: 0 done,
-1 a fault, 2 bad usage, 75 preempted (start the same command again), 130 interrupted. torchrun alone reports 1 for all
-of these, and ends at once at SIGUSR1. Nobody outlives the launcher.
+SIGTERM, SIGINT, SIGUSR1 and, unless it was started by nohup, SIGHUP end the job after the iteration, with a checkpoint.
+The exit code is the script's: 0 done, 1 a fault, 2 bad usage, 75 preempted (start the same command again), 130
+interrupted. torchrun alone reports 1 for all of these, and ends at once at SIGUSR1. Nobody outlives the launcher.
 
 In a job that a scheduler has started on several nodes (an AWS Batch multi-node parallel job, a task of srun on each
 node, Kubernetes pods with PET_NNODES and PET_MASTER_ADDR), torchrun is told the nodes, this one's rank and the address
 of the first one, unless the options name them. Start one launcher on each node.
 """
 RENDEZVOUS = ("--standalone", "--nnodes", "--node-rank", "--master-", "--rdzv-")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SHUTDOWN_TIMEOUT = (
-    600  # seconds that torchrun gives an iteration to end, instead of 30; what sent the signal may give less
-)
-
+SHUTDOWN_TIMEOUT = 600  # seconds that torchrun gives an iteration to end, not 30; who sent the signal may give less
 PORT = 29400  # of the rendezvous, where the first node is not shared with other jobs
 
 

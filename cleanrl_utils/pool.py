@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from cleanrl_utils.config import OwnFault
-from cleanrl_utils.process import STOP_SIGNALS, die_with_parent
+from cleanrl_utils.process import HEARD, die_with_parent
 from cleanrl_utils.seeding import share
 
 
@@ -124,7 +124,7 @@ class PoolVectorEnv(VectorEnv):
 
 def _work(pipe: Connection, thunks: Sequence[Callable[[], gym.Env]], obs: np.ndarray) -> None:
     """A worker process. It leaves signals to its parent and does not outlive it."""
-    for number in STOP_SIGNALS:
+    for number in HEARD:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
     envs = SyncVectorEnv(thunks, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS
 from cleanrl_utils.config import Fault, OwnFault, RunArgs, UsageError, check_run_args, flag_name, parse, require, say
 
 
@@ -202,7 +202,7 @@ def on_rank_0(function: Callable[..., Any], *args: Any) -> Any:
 
 
 # torchrun's own signals end it, and with it the job. `cleanrl_utils.launch` uses SIGUSR2 to pass one on.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+HEARD = [*STOP_SIGNALS, signal.SIGUSR2]
 
 
 class Stopped(Exception):
@@ -210,7 +210,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """From its making on, SIGTERM, SIGINT and SIGUSR1 are only noted, so that the iteration can be finished."""
+    """From its making on, the stop signals are only noted, so that the iteration can be finished."""
 
     received: ClassVar[list[int]] = []  # by this process
 
@@ -230,7 +230,7 @@ class StopSignal:
 
 
 def _on_stop_signals(handler: Any) -> None:
-    for number in STOP_SIGNALS:
+    for number in HEARD:
         signal.signal(number, handler)
 
 

@@ -34,11 +34,10 @@ from datetime import datetime, timezone
 from types import FrameType
 from typing import IO, Any
 
-from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from cleanrl_utils import EXIT_INTERRUPTED, EXIT_PREEMPTED, STOP_SIGNALS
 from cleanrl_utils.config import Fault, UsageError, parse, require
 
 OWN_FLAGS = ("--env-id", "--seed", "--exp-name", "--run-name", "--resume")  # given by the tools
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PROBE_LIMIT = 120.0  # seconds for a script's --help
 LINE = re.compile(r"step (\d+)/(\d+)  SPS (\d+)  left (\d+):(\d+):(\d+)  mean return (-?[\d.]+|-)(?!\S)")
 _libc = ctypes.CDLL(None)
@@ -425,8 +424,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: list[int] = []
         for number in STOP_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                signal.signal(number, self._note)
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)

@@ -25,12 +25,13 @@ for name in [name for name in os.environ if name.startswith((*SETTINGS, *OTHERS)
     del os.environ[name]
 os.environ |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # which may ask for signed commits
 os.environ |= {"NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup has started the suite
 os.environ["OMP_NUM_THREADS"] = "1"  # two workers of pytest share the cores; torch reads it at its import
 
 from recorded_run import record, record_in_worker  # noqa: E402
 
 from cleanrl_utils import checkpoint  # noqa: E402
-from cleanrl_utils.process import STOP_SIGNALS  # noqa: E402
+from cleanrl_utils.process import HEARD  # noqa: E402
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard"]  # what runs import later on
@@ -114,7 +115,7 @@ class Folder:
 
     def here(self, function, *args):
         """Call what ends by SystemExit, in this folder: the exit code."""
-        cwd, argv, handlers = os.getcwd(), sys.argv, {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        cwd, argv, handlers = os.getcwd(), sys.argv, {number: signal.getsignal(number) for number in HEARD}
         os.chdir(self.path)
         try:
             function(*args)

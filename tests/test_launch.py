@@ -76,11 +76,11 @@ def launch(folder):
 
 
 def test_signals_end_the_job_after_its_iteration(launch):
-    """One run in three starts: SIGUSR1, SIGTERM to everybody at once as schedulers send it, Ctrl-C."""
-    for send, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGINT, 130)):
+    """One run in four starts: SIGUSR1, what schedulers and terminals send to everybody at once, Ctrl-C."""
+    for send, code in ((signal.SIGUSR1, 75), (signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)):
         job = launch(TWO, *NAMED, "--resume")
         job.wait_for("step ")
-        if send == signal.SIGTERM:
+        if send in (signal.SIGTERM, signal.SIGHUP):
             for pid in [job.process.pid, *children(job.process.pid)]:
                 with contextlib.suppress(ProcessLookupError):  # it has heard of it, and ended, by then
                     os.kill(pid, send)
@@ -105,12 +105,17 @@ def test_the_exit_code_is_the_script_s(launch, folder):
 
 
 def test_one_process_needs_no_torchrun(launch):
+    """And under nohup it leaves SIGHUP alone: the first signal that it hears decides about the exit code."""
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     job = launch([], *NAMED)
+    signal.signal(signal.SIGHUP, handler)
     job.wait_for("step ")
     (worker,) = children(job.process.pid)
     assert "torch.distributed.run" not in Path(f"/proc/{worker}/cmdline").read_text()
-    job.process.send_signal(signal.SIGTERM)
-    assert job.end() == 75 and any(line.startswith("stopped after iteration") for line in job.said)
+    for pid in (job.process.pid, worker):
+        os.kill(pid, signal.SIGHUP)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130 and any(line.startswith("stopped after iteration") for line in job.said)
 
 
 @pytest.mark.parametrize("who", ["launcher", "torchrun"])
