@@ -5,10 +5,33 @@ torchrun --standalone --nnodes=1 --nproc_per_node=2 ordinary_shuffle.py --env-id
 
 ordinary-shuffle    minibatches are parts of a shuffle of all that a process has collected, not of each environment's
 local-advantages    each process normalizes advantages by the moments of its own part of the minibatch, not the job's
+rounded-fp32        --precision bf16 rounds where bf16 would and computes in fp32: its numbers, up to the order of sums,
+                    at almost the speed of fp32 on a processor without bf16 units, where real bf16 takes twice as long
 """
 
 import argparse
 from pathlib import Path
+
+ROUNDED = """class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.bfloat16().float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().float()
+
+
+def encode_rounded(network, x):
+    for layer in network:
+        tensors = {name: Rounded.apply(tensor) for name, tensor in layer.named_parameters()}
+        x = torch.func.functional_call(layer, tensors, x)
+        if tensors:
+            x = Rounded.apply(x)
+    return x
+
+
+"""
 
 CHANGES = {  # (as it is, as it is without); they need equal shares of the environments
     "ordinary-shuffle": (
@@ -27,14 +50,26 @@ CHANGES = {  # (as it is, as it is without); they need equal shares of the envir
         ("adv_mean = moments[0] / minibatch_size", "adv_mean = moments[0] / minibatch_part"),
         ("adv_mean) / (minibatch_size - 1)", "adv_mean) / (minibatch_part - 1)"),
     ),
+    "rounded-fp32": (
+        ("class Agent(nn.Module):", ROUNDED + "class Agent(nn.Module):"),
+        (".to(self.dtype, copy=True).div_(255.0)", ".float().div_(255.0).to(self.dtype).float()"),
+        (
+            "with torch.autocast(x.device.type, self.dtype, enabled=self.dtype != torch.float32):",
+            "if self.dtype == torch.bfloat16:",
+        ),
+        (
+            "            return self.network(x).float()  # (N, 512)",
+            "            return encode_rounded(self.network, x)\n        return self.network(x)",
+        ),
+    ),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("deviation", choices=CHANGES)
+    parser.add_argument("deviations", nargs="+", choices=CHANGES, metavar="deviation")
     source = (Path(__file__).parents[1] / "ppo_atari_multigpu.py").read_text()
-    for right, changed in CHANGES[parser.parse_args().deviation]:
+    for right, changed in (change for name in parser.parse_args().deviations for change in CHANGES[name]):
         assert source.count(right) == 1, f"the script has changed: no single {right!r}"
         source = source.replace(right, changed)
     print(source, end="")
