@@ -1,4 +1,4 @@
-"""Prints ppo_atari_multigpu.py without one of its deviations from CleanRL, to see what that deviation does.
+"""Prints ppo_atari_multigpu.py with changes, for runs that show what a deviation from CleanRL does.
 
 python results/ablation.py ordinary-shuffle > ordinary_shuffle.py
 torchrun --standalone --nnodes=1 --nproc_per_node=2 ordinary_shuffle.py --env-id PongNoFrameskip-v4
@@ -7,6 +7,7 @@ ordinary-shuffle    minibatches are parts of a shuffle of all that a process has
 local-advantages    each process normalizes advantages by the moments of its own part of the minibatch, not the job's
 rounded-fp32        --precision bf16 rounds where bf16 would and computes in fp32: its numbers, up to the order of sums,
                     at almost the speed of fp32 on a processor without bf16 units, where real bf16 takes twice as long
+small-game          for the game of the learning test: PYTHONPATH=tests python SCRIPT --env-id Catch-v0
 """
 
 import argparse
@@ -33,7 +34,7 @@ def encode_rounded(network, x):
 
 """
 
-CHANGES = {  # (as it is, as it is without); they need equal shares of the environments
+CHANGES = {  # pairs: as it is, as it is to be; the first two need equal shares of the environments
     "ordinary-shuffle": (
         (
             "order = torch.rand((total_num_envs, num_steps), generator=generator)[mine].argsort(1)",
@@ -62,18 +63,24 @@ CHANGES = {  # (as it is, as it is without); they need equal shares of the envir
             "            return encode_rounded(self.network, x)\n        return self.network(x)",
         ),
     ),
+    "small-game": (  # what a user changes for a game that is not ale-py's
+        ("from cleanrl_utils import process", "import catch  # registers Catch-v0\nfrom cleanrl_utils import process"),
+        ("    check_game(args)\n", ""),
+        ("noop_max=30", "noop_max=0"),  # its games are short
+    ),
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("deviations", nargs="+", choices=CHANGES, metavar="deviation")
+def changed(names: list[str]) -> str:
+    """The script's text with these changes."""
     source = (Path(__file__).parents[1] / "ppo_atari_multigpu.py").read_text()
-    for right, changed in (change for name in parser.parse_args().deviations for change in CHANGES[name]):
-        assert source.count(right) == 1, f"the script has changed: no single {right!r}"
-        source = source.replace(right, changed)
-    print(source, end="")
+    for before, after in (change for name in names for change in CHANGES[name]):
+        assert source.count(before) == 1, f"the script has changed: no single {before!r}"
+        source = source.replace(before, after)
+    return source
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("changes", nargs="+", choices=CHANGES, metavar="change")
+    print(changed(parser.parse_args().changes), end="")

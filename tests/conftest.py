@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-sys.path.insert(0, str(ROOT))  # the tests import the scripts
+sys.path[:0] = [str(ROOT), str(ROOT / "results")]  # the tests import the scripts, and ablation.py
 # What torchrun, a scheduler, a git hook, make or a user's settings change, here and in what is started from here
 SETTINGS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "PET_", "SLURM_", "CLEANRL_", "WANDB_")
 OTHERS = ("AWS_", "HF_", "TRANSFORMERS_", "GIT_", "MAKE", "FORCE_COLOR")

@@ -1,10 +1,12 @@
 """The network: sampling, memory and gradient options."""
 
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ablation import changed
 
 import ppo_atari
 
@@ -117,3 +119,17 @@ def test_bf16_keeps_fp32_weights_and_outputs_and_its_gradients_are_near():
     a, b = (torch.cat([g.flatten() for g in gradients(agent, x)]) for agent in (full, half))
     assert b.dtype == torch.float32 and not torch.equal(a, b)
     assert torch.cosine_similarity(a, b, dim=0) > 0.999 and abs(a.norm() / b.norm() - 1) < 0.02
+
+
+def test_the_ablation_that_rounds_fp32_has_the_numbers_of_bf16(tmp_path, monkeypatch):
+    (tmp_path / "rounded.py").write_text(changed(["rounded-fp32"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    rounded = importlib.import_module("rounded")
+    found = []
+    for module, precision in ((ppo_atari, "bf16"), (rounded, "bf16"), (ppo_atari, "fp32"), (rounded, "fp32")):
+        torch.manual_seed(0)
+        agent = module.Agent(ENVS, precision=precision).to(memory_format=torch.channels_last)
+        found.append(torch.cat([g.flatten() for g in gradients(agent, frames(64))]))
+    half, rounded_half, full, same = found
+    assert torch.equal(full, same)
+    assert (rounded_half - half).norm() < 0.5 * (full - half).norm()

@@ -5,11 +5,9 @@ other side of its kink, such runs part, the sooner the larger the steps: at a le
 within 1e-6 for these 20 iterations, so 1e-4 leaves room for other processors.
 """
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from ablation import changed
 from conftest import MULTI, ROOT, SINGLE, SMALL
 
 ITERATIONS, NUM_ENVS, NUM_STEPS = 20, 6, 16
@@ -153,10 +151,7 @@ def test_bf16_starts_as_fp32_does_and_stays_near(folder, nproc):
 @pytest.mark.parametrize("deviation", ["ordinary-shuffle", "local-advantages"])
 def test_ablations_train_otherwise(folder, alone, deviation):
     """The scripts that results/ablation.py prints: all processes agree, on another update of the same rollout."""
-    printed = subprocess.run(
-        [sys.executable, ROOT / "results/ablation.py", deviation], capture_output=True, text=True, check=True
-    )
-    (folder.path / "ablation.py").write_text(printed.stdout)
+    (folder.path / "ablation.py").write_text(changed([deviation]))
     records = folder.recorded(str(folder.path / "ablation.py"), "out", *steps(1), *FLAGS, nproc=2)
     different_actions, largest = difference(alone, records, iterations=1)
     assert different_actions == 0 and largest > 1e-5

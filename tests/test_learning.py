@@ -7,7 +7,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import MULTI, ROOT, command, final, scalars
+from ablation import changed
+from conftest import ROOT, command, final, scalars
 
 BEST, STEPS, LAST = 4, 4096, 512  # the best score; the run's steps, and the last of them, whose games count
 DIFFERENT = 60  # of the 81 possible games; hardly 45 where the 8 environments all play the same ones
@@ -16,32 +17,24 @@ FLAGS = [
     *("--num-minibatches", 4, "--update-epochs", 2, "--learning-rate", 2e-3, "--gamma", 0.9, "--ent-coef", 0.001),
     *("--num-threads", 1, "--no-cuda"),
 ]
-COPY = [  # what a user changes for a game that is not ale-py's
-    ("from cleanrl_utils import process", "import catch  # registers Catch-v0\nfrom cleanrl_utils import process"),
-    ("    check_game(args)\n", ""),
-    ("noop_max=30", "noop_max=0"),  # its games are short
-]
 
 
-def change(file, changes):
+def change(file, old, new):
     source = file.read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"the line of this change has changed: {old}"
-        source = source.replace(old, new)
-    file.write_text(source)
+    assert source.count(old) == 1, f"the line of this change has changed: {old}"
+    file.write_text(source.replace(old, new))
 
 
 def train(folder, seed, nproc=None, fault=None, code=0):
     """Train with a copied script: (mean score of the last games, number of different games that were played)."""
-    shutil.copy(ROOT / MULTI, folder.path / "mine.py")
+    (folder.path / "mine.py").write_text(changed(["small-game"]))
     shutil.copy(ROOT / "tests" / "catch.py", folder.path)
-    change(folder.path / "mine.py", COPY)
     if fault:
         file, *edit = fault
         if file == "atari.py":  # the folder's own package is imported first
             shutil.copytree(ROOT / "cleanrl_utils", folder.path / "cleanrl_utils")
             file = "cleanrl_utils/atari.py"
-        change(folder.path / file, [edit])
+        change(folder.path / file, *edit)
     done = folder.run(command(str(folder.path / "mine.py"), "--seed", seed, *FLAGS, nproc=nproc), code=code)
     if code:
         return done.stderr
