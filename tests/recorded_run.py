@@ -1,4 +1,4 @@
-"""Runs a training script unchanged and records what it did: `record(script, out, flags)`
+"""Runs a training script unchanged and records what it did: `record(script, out, flags)`, or by these as a command line
 
 Each process writes OUT/rank{r}.npz with `actions` of its environments, (iterations * num_steps, num_envs), `params`
 at the start of each iteration and at the end, (iterations + 1, number of parameters), and `optimizer_steps` done
@@ -74,3 +74,7 @@ def record_in_worker(env, folder, *args):
     os.environ.update(env)
     os.chdir(folder)
     record(*args)
+
+
+if __name__ == "__main__":
+    record(sys.argv[1], sys.argv[2], sys.argv[3:])
