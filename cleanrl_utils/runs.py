@@ -424,7 +424,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.received: list[int] = []
         for number in STOP_SIGNALS:
-            signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:  # Ctrl-C, for what a script has started by &
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
